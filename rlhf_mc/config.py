@@ -1,0 +1,413 @@
+"""Every setting of every program: typed, in one place, checked before any process group exists.
+
+Each default has its one home here, with the meaning of its key behind `#:`, from which `config_keys.py` makes
+docs/configuration.md. `recipe.py` reads YAML files and the command line into these records. Checks that need only
+settings are here; checks that need a model's config.json are in `models/hf_config.py`. Nothing mutates a Settings
+object. Imports neither torch nor vllm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import field, fields
+from typing import Any, Literal
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
+
+from rlhf_mc.contradictions import contradictions
+
+Program = Literal["train", "sft", "reward_model"]
+
+
+class ConfigError(ValueError):
+    """A setting is wrong. The message names the key, the value and the fix."""
+
+
+_settings_record = dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def refuse(errors: Sequence[str]) -> None:
+    """One ConfigError that lists all `errors`; nothing where there are none."""
+    if len(errors) == 1:
+        raise ConfigError(errors[0])
+    if errors:
+        raise ConfigError("\n  ".join([f"{len(errors)} settings are wrong:", *errors]))
+
+
+@_settings_record
+class MicroBatch:
+    """How many sequences go through a model at once, by packed tokens or by count; exactly one of the two is set.
+
+    Sequences are never split: a sequence longer than `tokens` is an error that names it.
+    """
+
+    tokens: int | None = 4096  #: packed tokens of one micro-batch at most; null: count sequences
+    sequences: int | None = None  #: sequences of one micro-batch; null: count tokens
+
+    def check(self, key: str) -> None:
+        _check(
+            (self.tokens is None) != (self.sequences is None),
+            f"{key}: set exactly one of tokens ({self.tokens}) and sequences ({self.sequences}); put null for the other",
+        )
+        size = self.tokens if self.sequences is None else self.sequences
+        _check(size >= 1, f"{key}: {size} is not a positive size")
+
+
+@_settings_record
+class Optim:
+    """AdamW with decoupled weight decay, linear warm-up, then the schedule down to `min_lr`."""
+
+    lr: float = 1e-6  #: peak learning rate
+    min_lr: float = 0.0  #: where the schedule ends
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  #: shape after the warm-up
+    warmup_steps: int = 0  #: optimizer steps of linear warm-up from 0
+    weight_decay: float = 0.0  #: decoupled weight decay
+    beta1: float = 0.9  #: decay of the first moment
+    beta2: float = 0.95  #: decay of the second moment
+    eps: float = 1e-8  #: added to the root of the second moment
+    clip_grad: float = 1.0  #: largest global gradient norm
+
+    def check(self, key: str) -> None:
+        _check(self.lr >= 0, f"{key}.lr: {self.lr} is negative")
+        _check(0 <= self.min_lr <= self.lr, f"{key}.min_lr: {self.min_lr} must lie between 0 and {key}.lr = {self.lr}")
+        _check(self.warmup_steps >= 0, f"{key}.warmup_steps: {self.warmup_steps} is negative")
+        _check(self.clip_grad > 0, f"{key}.clip_grad: {self.clip_grad} must be positive; a large number switches clipping off")
+
+
+@_settings_record
+class Parallel:
+    """The training grid. Data-parallel size is world size / (tensor x pipeline)."""
+
+    tensor: int = 1  #: ranks that share each layer
+    pipeline: int = 1  #: ranks that share the stack of layers
+    distributed_optimizer: bool = True  #: shard main params and moments over data-parallel ranks
+
+    def check(self, key: str) -> None:
+        _check(self.tensor >= 1, f"{key}.tensor: {self.tensor} is not positive")
+        _check(self.pipeline >= 1, f"{key}.pipeline: {self.pipeline} is not positive")
+
+    def data(self, world_size: int) -> int:
+        """Data-parallel size for `world_size` ranks; an indivisible layout is a ConfigError."""
+        model = self.tensor * self.pipeline
+        _check(
+            world_size % model == 0,
+            f"parallel: {world_size} ranks cannot be divided into groups of tensor {self.tensor} x pipeline "
+            f"{self.pipeline} = {model}; start a multiple of {model} ranks, or lower parallel.tensor or parallel.pipeline",
+        )
+        return world_size // model
+
+
+@_settings_record
+class Actor:
+    """The policy. `path` is a local Hugging Face directory; the reference starts from the same weights unless named."""
+
+    path: str | None = None  #: Hugging Face directory of the policy
+    optim: Optim = Optim()
+    micro_batch: MicroBatch = MicroBatch()
+    scoring_micro_batch: MicroBatch = MicroBatch(tokens=16384)
+    clip_ratio_low: float = 0.2  #: the ratio is clipped below 1 minus this
+    clip_ratio_high: float = 0.2  #: the ratio is clipped above 1 plus this
+    dual_clip: float | None = 3.0  #: bound of the ratio where the advantage is negative; null: none
+    entropy_coef: float = 0.0  #: weight of the entropy bonus
+    ptx_coef: float = 0.0  #: weight of the language-model loss on data.ptx
+
+    def check(self, key: str) -> None:
+        self.optim.check(f"{key}.optim")
+        self.micro_batch.check(f"{key}.micro_batch")
+        self.scoring_micro_batch.check(f"{key}.scoring_micro_batch")
+        _check(0 < self.clip_ratio_low < 1, f"{key}.clip_ratio_low: {self.clip_ratio_low} must lie between 0 and 1")
+        _check(self.clip_ratio_high > 0, f"{key}.clip_ratio_high: {self.clip_ratio_high} must be positive")
+        _check(
+            self.dual_clip is None or self.dual_clip > 1,
+            f"{key}.dual_clip: {self.dual_clip} must exceed 1 (arXiv:1912.09729), or be null for none",
+        )
+        _check(self.ptx_coef >= 0, f"{key}.ptx_coef: {self.ptx_coef} is negative")
+
+
+@_settings_record
+class Critic:
+    """The value model. `path` null starts it from the reward model."""
+
+    path: str | None = None  #: Hugging Face directory of the value model; null: reward_model.path
+    optim: Optim = Optim(lr=1e-5)
+    micro_batch: MicroBatch = MicroBatch()
+    scoring_micro_batch: MicroBatch = MicroBatch(tokens=16384)
+    value_clip: float | None = 0.2  #: values move at most this far from the old ones in an update; null: no clip
+    warmup_iterations: int = 0  #: first iterations that train the critic only
+
+    def check(self, key: str) -> None:
+        self.optim.check(f"{key}.optim")
+        self.micro_batch.check(f"{key}.micro_batch")
+        self.scoring_micro_batch.check(f"{key}.scoring_micro_batch")
+        _check(self.value_clip is None or self.value_clip > 0, f"{key}.value_clip: {self.value_clip} must be positive or null")
+        _check(self.warmup_iterations >= 0, f"{key}.warmup_iterations: {self.warmup_iterations} is negative")
+
+
+@_settings_record
+class Reference:
+    """The frozen policy that the KL is measured from. `path` null means the actor's path."""
+
+    path: str | None = None  #: Hugging Face directory of the reference; null: actor.path
+    scoring_micro_batch: MicroBatch = MicroBatch(tokens=16384)
+
+    def check(self, key: str) -> None:
+        self.scoring_micro_batch.check(f"{key}.scoring_micro_batch")
+
+
+@_settings_record
+class RewardModel:
+    """A frozen scorer with a scalar head. `path` null means no reward model: then reward.functions must pay."""
+
+    path: str | None = None  #: Hugging Face directory of the reward model; null: none
+    weight: float = 1.0  #: weight of its score in the sum of all scores
+    scoring_micro_batch: MicroBatch = MicroBatch(tokens=16384)
+
+    def check(self, key: str) -> None:
+        self.scoring_micro_batch.check(f"{key}.scoring_micro_batch")
+
+
+@_settings_record
+class RewardFunction:
+    """One Python reward function, `package.module:function` or `file.py:function`.
+
+    `data_source` null means rows of every source. `weight` 0 measures without paying.
+    """
+
+    path: str  #: package.module:function or file.py:function
+    name: str | None = None  #: name in the metrics; null: the function's own
+    weight: float = 1.0  #: weight of its score in the sum; 0: measured only
+    data_source: str | None = None  #: rows it scores, by their data_source; null: all rows
+    arguments: dict[str, Any] = field(default_factory=dict)  #: keyword arguments of every call
+
+    @property
+    def label(self) -> str:
+        """Name in metrics: `name`, or the function's own."""
+        return self.name or self.path.rpartition(":")[2]
+
+
+@_settings_record
+class Reward:
+    """Rule-based rewards and the pool of processes that runs them."""
+
+    functions: list[RewardFunction] = field(default_factory=list)  #: one entry for each function
+    num_workers: int = 1  #: worker processes that run the functions
+    timeout_seconds: float = 10.0  #: time for one call; then its worker is killed
+    max_error_rate: float = 0.1  #: share of failed calls above which the run stops
+    truncated: Literal["score", "penalise", "mask"] = "score"  #: what a response cut at rollout.max_tokens gets
+    truncation_penalty: float = -1.0  #: what truncated=penalise gives it
+
+    def check(self, key: str) -> None:
+        _check(self.num_workers >= 1, f"{key}.num_workers: {self.num_workers} is not positive")
+        _check(self.timeout_seconds > 0, f"{key}.timeout_seconds: {self.timeout_seconds} is not positive")
+        _check(0 <= self.max_error_rate <= 1, f"{key}.max_error_rate: {self.max_error_rate} must lie between 0 and 1")
+        labels = [f.label for f in self.functions]
+        repeated = sorted({x for x in labels if labels.count(x) > 1})
+        _check(not repeated, f"{key}.functions: the name {', '.join(repeated)} is used twice; give each function its own `name`")
+        _check("reward_model" not in labels, f"{key}.functions: the name reward_model is the reward model's; give another `name`")
+        for f in self.functions:
+            _check(":" in f.path, f"{key}.functions: path '{f.path}' must read package.module:function or file.py:function")
+
+
+@_settings_record
+class Rollout:
+    """Sampling by vLLM on a grid of its own: the ranks form replicas of `tensor_parallel` ranks each."""
+
+    tensor_parallel: int = 1  #: ranks of one engine replica; divides parallel.tensor x parallel.pipeline
+    samples_per_prompt: int = 1  #: responses to each prompt
+    temperature: float = 1.0  #: of sampling, and of every log-prob
+    min_tokens: int = 0  #: shortest response
+    max_tokens: int = 128  #: longest response
+    top_p: float = 1.0  #: must stay 1.0: PPO trains on the full softmax
+    top_k: int = -1  #: must stay -1: PPO trains on the full softmax
+    max_running_sequences: int = 64  #: sequences that an engine decodes at once
+    kv_cache_gib: float = 1.0  #: KV cache of each rank, GiB
+    enforce_eager: bool = True  #: run without CUDA graphs
+
+    def check(self, key: str) -> None:
+        _check(self.tensor_parallel >= 1, f"{key}.tensor_parallel: {self.tensor_parallel} is not positive")
+        _check(self.samples_per_prompt >= 1, f"{key}.samples_per_prompt: {self.samples_per_prompt} is not positive")
+        _check(self.temperature > 0, f"{key}.temperature: {self.temperature} must be positive; only evaluation decodes greedily")
+        _check(
+            self.top_p == 1.0 and self.top_k == -1,
+            f"{key}: top_p={self.top_p}, top_k={self.top_k} would sample from another distribution than the one that is trained, "
+            "and break the ratio; set top_p=1.0 and top_k=-1 and use temperature",
+        )
+        _check(
+            0 <= self.min_tokens <= self.max_tokens and self.max_tokens >= 1,
+            f"{key}: need 0 <= min_tokens ({self.min_tokens}) <= max_tokens ({self.max_tokens}) and max_tokens >= 1",
+        )
+        _check(self.kv_cache_gib > 0, f"{key}.kv_cache_gib: {self.kv_cache_gib} is not positive")
+
+
+@_settings_record
+class KL:
+    """Distance to the reference: in the reward (k1, fixed or adaptive) or as a loss (k2 or k3), or none.
+
+    Estimators: http://joschu.net/blog/kl-approx.html. `target` null keeps the coefficient fixed; else it follows
+    the proportional controller of arXiv:1909.08593.
+    """
+
+    use: Literal["reward", "loss", "none"] = "reward"  #: subtract KL from the reward, add it to the loss, or neither
+    estimator: Literal["k1", "k2", "k3"] = "k1"  #: k1 for the reward; k2 or k3 for the loss
+    coef: float = 0.05  #: weight of the KL, at the start where target is set
+    target: float | None = None  #: KL that the coefficient steers to; null: fixed coefficient
+    horizon: int = 10000  #: sequences over which the controller acts
+
+    def check(self, key: str) -> None:
+        if self.use == "reward":
+            _check(self.estimator == "k1", f"{key}.estimator: {self.estimator} is for {key}.use=loss; KL in the reward uses k1")
+        if self.use == "loss":
+            _check(
+                self.estimator in ("k2", "k3"),
+                f"{key}.estimator: k1 as a loss has a zero-mean gradient (it does not pull); use k2 or k3, or {key}.use=reward",
+            )
+        _check(self.coef >= 0, f"{key}.coef: {self.coef} is negative")
+        _check(self.target is None or self.target > 0, f"{key}.target: {self.target} must be positive; null: fixed coefficient")
+        _check(self.horizon > 0, f"{key}.horizon: {self.horizon} is not positive")
+        if self.target is not None:
+            _check(self.use != "none", f"{key}.target: {self.target} steers nothing under {key}.use=none; set {key}.target=null")
+            _check(self.coef > 0, f"{key}.coef: the controller of {key}.target multiplies it, so 0 stays 0; start above 0")
+
+
+@_settings_record
+class Algorithm:
+    """PPO's own numbers. One iteration makes one rollout; it is used `epochs` times in mini-batches of sequences."""
+
+    gamma: float = 1.0  #: discount per token
+    lam: float = 0.95  #: lambda of GAE (arXiv:1506.02438)
+    whiten_advantages: bool = True  #: zero mean, unit variance over the rollout batch
+    epochs: int = 1  #: passes over each rollout batch
+    mini_batch_sequences: int | None = None  #: sequences of one optimizer step; null: the whole rollout batch
+    kl: KL = KL()
+
+    def check(self, key: str) -> None:
+        _check(0 < self.gamma <= 1, f"{key}.gamma: {self.gamma} must lie in (0, 1]")
+        _check(0 <= self.lam <= 1, f"{key}.lam: {self.lam} must lie in [0, 1]")
+        _check(self.epochs >= 1, f"{key}.epochs: {self.epochs} is not positive")
+        _check(
+            self.mini_batch_sequences is None or self.mini_batch_sequences >= 1,
+            f"{key}.mini_batch_sequences: {self.mini_batch_sequences} is not positive; null takes the whole rollout batch",
+        )
+        self.kl.check(f"{key}.kl")
+
+
+@_settings_record
+class Data:
+    """Where rows come from. Fields of TRL's and verl's formats are read as they are (docs/data.md)."""
+
+    train: list[str] = field(default_factory=list)  #: JSONL or parquet files to train on
+    validation: list[str] = field(default_factory=list)  #: files held out for evaluation
+    ptx: list[str] = field(default_factory=list)  #: text files for actor.ptx_coef
+    prompts_per_iteration: int = 64  #: prompts of one rollout
+    max_prompt_tokens: int = 512  #: longer prompts are dropped, and counted
+    chat_template: bool = True  #: apply the tokenizer's chat template
+    shuffle: bool = True  #: new order each epoch, from trainer.seed
+
+    def check(self, key: str) -> None:
+        _check(self.prompts_per_iteration >= 1, f"{key}.prompts_per_iteration: {self.prompts_per_iteration} is not positive")
+        _check(self.max_prompt_tokens >= 1, f"{key}.max_prompt_tokens: {self.max_prompt_tokens} is not positive")
+
+
+@_settings_record
+class Supervised:
+    """SFT and reward-model training: a plain loop over the training rows."""
+
+    path: str | None = None  #: Hugging Face directory that training starts from
+    epochs: int = 1  #: passes over data.train
+    max_steps: int | None = None  #: stop after so many steps; null: after the epochs
+    batch_size: int = 64  #: rows of one optimizer step; a preference pair is one row
+    max_tokens: int = 1024  #: longest row, prompt and response
+    optim: Optim = Optim(lr=1e-5, schedule="cosine")
+    micro_batch: MicroBatch = MicroBatch()
+    evaluate_every: int = 50  #: steps between evaluations on data.validation
+
+    def check(self, key: str) -> None:
+        _check(self.epochs >= 1, f"{key}.epochs: {self.epochs} is not positive")
+        _check(self.batch_size >= 1, f"{key}.batch_size: {self.batch_size} is not positive")
+        self.optim.check(f"{key}.optim")
+        self.micro_batch.check(f"{key}.micro_batch")
+
+
+@_settings_record
+class Offload:
+    """Time-sharing of the device. `enabled` false keeps every role on the device (it must fit)."""
+
+    enabled: bool = True  #: move roles that wait to host memory
+
+
+@_settings_record
+class Trainer:
+    """The run as a whole. `device` auto takes CUDA where there is one."""
+
+    output_dir: str = "runs/default"  #: directory of all that the run writes
+    seed: int = 1  #: of everything that is drawn at random
+    iterations: int = 100  #: rollouts, each with its update
+    device: Literal["auto", "cpu", "cuda"] = "auto"  #: auto: CUDA where there is one
+    dtype: Literal["fp32", "bf16"] = "bf16"  #: of parameters and activations; main params are fp32
+    evaluate_every: int = 0  #: iterations between evaluations; 0: before and after only
+    num_sample_rows: int = 8  #: rows of the sample table
+    trust_remote_code: bool = False  #: run Python code that a model directory brings
+
+    def check(self, key: str) -> None:
+        _check(self.iterations >= 0, f"{key}.iterations: {self.iterations} is negative")
+        _check(self.evaluate_every >= 0, f"{key}.evaluate_every: {self.evaluate_every} is negative; 0: only before and after")
+
+
+@_settings_record
+class Wandb:
+    """Weights & Biases. `auto` is online where an API key is set in the environment, else offline."""
+
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"  #: auto: online where an API key is set, else offline
+    project: str = "rlhf_mc"  #: project of the run
+    name: str | None = None  #: display name; null: chosen by wandb
+    group: str | None = None  #: group of runs
+    tags: list[str] = field(default_factory=list)  #: tags of the run
+
+
+@_settings_record
+class Settings:
+    """All sections. Each program reads those it needs: sft and reward_model read `supervised`, train the rest."""
+
+    trainer: Trainer = field(default_factory=Trainer)
+    data: Data = field(default_factory=Data)
+    parallel: Parallel = field(default_factory=Parallel)
+    supervised: Supervised = field(default_factory=Supervised)
+    actor: Actor = field(default_factory=Actor)
+    critic: Critic = field(default_factory=Critic)
+    reference: Reference = field(default_factory=Reference)
+    reward_model: RewardModel = field(default_factory=RewardModel)
+    reward: Reward = field(default_factory=Reward)
+    rollout: Rollout = field(default_factory=Rollout)
+    algorithm: Algorithm = field(default_factory=Algorithm)
+    offload: Offload = field(default_factory=Offload)
+    wandb: Wandb = field(default_factory=Wandb)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that any program of these settings can meet; rotary tables have this size."""
+        return max(self.data.max_prompt_tokens + self.rollout.max_tokens, self.supervised.max_tokens)
+
+    def check(self, program: Program, world_size: int | None = None) -> None:
+        """Refuse, in one ConfigError, every contradiction that shows without a file.
+
+        First the sections by themselves, each up to its first fault; then the layout, then what must agree between
+        sections. Without a `world_size`, what depends on the number of ranks is left out.
+        """
+        refuse(list(self._section_errors()))
+        data_parallel = None if world_size is None else self.parallel.data(world_size)
+        refuse(list(contradictions(self, program, data_parallel)))
+
+    def _section_errors(self) -> Iterator[str]:
+        sections = ((f.name, getattr(self, f.name)) for f in fields(self))
+        for key, section in sections:
+            try:
+                if hasattr(section, "check"):
+                    section.check(key)
+            except ConfigError as error:
+                yield str(error)

@@ -1,0 +1,131 @@
+"""What must agree between the sections of a Settings: one sentence for each disagreement, with the keys and the fix.
+
+Pure functions from settings to messages, called by `Settings.check`. What one section can see by itself is checked in
+config.py; what needs a file is checked by `recipe.check_files` and `models/hf_config.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlhf_mc.config import MicroBatch, Program, Settings
+
+
+def contradictions(settings: Settings, program: Program, data_parallel: int | None) -> Iterator[str]:
+    """All disagreements that matter to `program`; without a data-parallel size, those that do not depend on it."""
+    if program == "train":
+        yield from _models(settings)
+        yield from _payment(settings)
+        yield from _ppo_data(settings)
+        yield from _rollout_grid(settings)
+        yield from _mini_batch(settings)
+        yield from _ppo_sequence_length(settings)
+    else:
+        yield from _supervised(settings)
+    if data_parallel is not None:
+        yield from _idle_ranks(settings, program, data_parallel)
+
+
+def _models(settings: Settings) -> Iterator[str]:
+    if not settings.actor.path:
+        yield "actor.path: null; name the Hugging Face directory of the policy"
+    if not settings.critic.path and not settings.reward_model.path:
+        yield (
+            "critic.path: null, and reward_model.path, where the critic would start from, is null too; "
+            "name a directory for one of them (the actor's will do for critic.path)"
+        )
+
+
+def _payment(settings: Settings) -> Iterator[str]:
+    model, functions = settings.reward_model, settings.reward.functions
+    if not (model.path and model.weight) and not any(function.weight for function in functions):
+        yield (
+            f"reward_model.path: {model.path or 'null'} (weight {model.weight}) and reward.functions: "
+            f"{[f'{function.label} (weight {function.weight})' for function in functions]} pay nothing; "
+            "name a reward model or a reward function, with a weight other than 0"
+        )
+
+
+def _ppo_data(settings: Settings) -> Iterator[str]:
+    data, ptx_coef = settings.data, settings.actor.ptx_coef
+    if not data.train:
+        yield "data.train: []; name the files that hold the prompts"
+    if ptx_coef > 0 and not data.ptx:
+        yield f"data.ptx: [], but actor.ptx_coef: {ptx_coef} needs text; name files in data.ptx, or set actor.ptx_coef=0"
+    if data.ptx and ptx_coef == 0:
+        yield f"actor.ptx_coef: 0, so that data.ptx: {data.ptx} would never be read; raise actor.ptx_coef, or set data.ptx=[]"
+
+
+def _rollout_grid(settings: Settings) -> Iterator[str]:
+    """Each replica of the engine lies inside one model-parallel group, so it divides the number of ranks as well."""
+    parallel, replica = settings.parallel, settings.rollout.tensor_parallel
+    model = parallel.tensor * parallel.pipeline
+    if model % replica:
+        yield (
+            f"rollout.tensor_parallel: {replica} does not divide parallel.tensor {parallel.tensor} x parallel.pipeline "
+            f"{parallel.pipeline} = {model}; the nearest that does is {_nearest_divisor(model, replica)}"
+        )
+
+
+def _mini_batch(settings: Settings) -> Iterator[str]:
+    prompts, samples = settings.data.prompts_per_iteration, settings.rollout.samples_per_prompt
+    total, size = prompts * samples, settings.algorithm.mini_batch_sequences
+    if size is not None and total % size:
+        yield (
+            f"algorithm.mini_batch_sequences: {size} does not divide data.prompts_per_iteration {prompts} x "
+            f"rollout.samples_per_prompt {samples} = {total}; the nearest that does is {_nearest_divisor(total, size)}"
+        )
+
+
+def _ppo_sequence_length(settings: Settings) -> Iterator[str]:
+    prompt, response = settings.data.max_prompt_tokens, settings.rollout.max_tokens
+    for key, micro_batch in _ppo_micro_batches(settings):
+        if micro_batch.tokens is not None and micro_batch.tokens < prompt + response:
+            yield (
+                f"{key}.tokens: {micro_batch.tokens} cannot hold a sequence of data.max_prompt_tokens {prompt} + "
+                f"rollout.max_tokens {response}; set it to {prompt + response} or more"
+            )
+
+
+def _ppo_micro_batches(settings: Settings) -> Iterator[tuple[str, MicroBatch]]:
+    yield "actor.micro_batch", settings.actor.micro_batch
+    yield "critic.micro_batch", settings.critic.micro_batch
+    for role in ("actor", "critic", "reference", "reward_model"):
+        yield f"{role}.scoring_micro_batch", getattr(settings, role).scoring_micro_batch
+
+
+def _supervised(settings: Settings) -> Iterator[str]:
+    supervised = settings.supervised
+    if not supervised.path:
+        yield "supervised.path: null; name the Hugging Face directory that training starts from"
+    if not settings.data.train:
+        yield "data.train: []; name the files to train on"
+    tokens = supervised.micro_batch.tokens
+    if tokens is not None and tokens < supervised.max_tokens:
+        yield (
+            f"supervised.micro_batch.tokens: {tokens} cannot hold a row of supervised.max_tokens {supervised.max_tokens}; "
+            f"set it to {supervised.max_tokens} or more"
+        )
+
+
+def _idle_ranks(settings: Settings, program: Program, data_parallel: int) -> Iterator[str]:
+    """Every data-parallel rank needs a sequence of each optimizer step."""
+    key, size = _optimizer_step(settings, program)
+    if size < data_parallel:
+        yield f"{key}: {size} is less than the data-parallel size; set it to {data_parallel} or more, or start fewer ranks"
+
+
+def _optimizer_step(settings: Settings, program: Program) -> tuple[str, int]:
+    """What sets the rows of one optimizer step, and how many these are."""
+    if program != "train":
+        return "supervised.batch_size", settings.supervised.batch_size
+    if settings.algorithm.mini_batch_sequences is not None:
+        return "algorithm.mini_batch_sequences", settings.algorithm.mini_batch_sequences
+    prompts, samples = settings.data.prompts_per_iteration, settings.rollout.samples_per_prompt
+    return "data.prompts_per_iteration x rollout.samples_per_prompt", prompts * samples
+
+
+def _nearest_divisor(total: int, size: int) -> int:
+    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: abs(d - size))

@@ -1,0 +1,244 @@
+"""The records' own checks and what must agree between sections: each fault is named with its key, value and fix."""
+
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, asdict, fields, is_dataclass
+
+import pytest
+from pydantic import ValidationError
+
+from rlhf_mc.config import ConfigError, MicroBatch, Optim, Parallel, RewardFunction, Settings
+from rlhf_mc.recipe import load_settings
+
+TRAIN = ["actor.path=actor", "reward_model.path=reward", "data.train=[prompts.jsonl]"]
+SUPERVISED = ["supervised.path=base", "data.train=[pairs.jsonl]"]
+
+
+def settings_of(*overrides: str) -> Settings:
+    return load_settings(list(overrides))[0]
+
+
+def errors_of(program: str, *overrides: str, world_size: int | None = None) -> list[str]:
+    """The messages of a refused check, one a fault."""
+    with pytest.raises(ConfigError) as caught:
+        settings_of(*overrides).check(program, world_size)
+    lines = str(caught.value).split("\n  ")
+    return lines[1:] if lines[0].endswith("settings are wrong:") else lines
+
+
+@pytest.mark.parametrize("module", ["rlhf_mc.config", "rlhf_mc.recipe", "rlhf_mc.config_keys"])
+def test_import_loads_neither_torch_nor_vllm_nor_megatron(module):
+    program = f"import sys, {module}; print([m for m in ('torch', 'vllm', 'megatron', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_records_are_frozen_and_refuse_unknown_fields():
+    with pytest.raises(FrozenInstanceError):
+        Settings().trainer.seed = 2
+    with pytest.raises(ValidationError, match="learning_rate"):
+        Optim(learning_rate=1e-6)
+
+
+@pytest.mark.parametrize("program, overrides", [("train", TRAIN), ("sft", SUPERVISED), ("reward_model", SUPERVISED)])
+@pytest.mark.parametrize("world_size", [None, 1, 2, 64])
+def test_defaults_with_paths_pass(program, overrides, world_size):
+    settings_of(*overrides).check(program, world_size)
+
+
+def test_every_micro_batch_and_optimizer_is_checked():
+    """A section that holds one must pass its check on; counted so that a new section cannot be forgotten."""
+    leaves = {
+        f"{section.name}.{field.name}": value
+        for section in fields(Settings)
+        for field in fields(getattr(Settings(), section.name))
+        if is_dataclass(value := getattr(getattr(Settings(), section.name), field.name))
+    }
+    assert len(leaves) >= 11
+    for key, value in leaves.items():
+        bad = {MicroBatch: "tokens=0", Optim: "lr=-1"}.get(type(value), "coef=-1")
+        (message,) = errors_of("train", *TRAIN, f"{key}.{bad}")
+        assert message.startswith(key)
+
+
+SECTION_FAULTS = [
+    ("trainer.iterations=-1", "trainer.iterations: -1"),
+    ("trainer.evaluate_every=-1", "trainer.evaluate_every: -1"),
+    ("data.prompts_per_iteration=0", "data.prompts_per_iteration: 0"),
+    ("data.max_prompt_tokens=0", "data.max_prompt_tokens: 0"),
+    ("parallel.tensor=0", "parallel.tensor: 0"),
+    ("parallel.pipeline=-2", "parallel.pipeline: -2"),
+    ("supervised.epochs=0", "supervised.epochs: 0"),
+    ("supervised.batch_size=0", "supervised.batch_size: 0"),
+    ("actor.optim.lr=-1e-6", "actor.optim.lr: -1e-06"),
+    ("actor.optim.min_lr=1", "actor.optim.min_lr: 1.0 must lie between 0 and actor.optim.lr = 1e-06"),
+    ("actor.optim.warmup_steps=-1", "actor.optim.warmup_steps: -1"),
+    ("actor.optim.clip_grad=0", "actor.optim.clip_grad: 0.0 must be positive"),
+    ("actor.micro_batch.sequences=4", "actor.micro_batch: set exactly one of tokens (4096) and sequences (4)"),
+    ("actor.micro_batch.tokens=null", "actor.micro_batch: set exactly one of tokens (None) and sequences (None)"),
+    ("actor.micro_batch={tokens: null, sequences: 0}", "actor.micro_batch: 0 is not a positive size"),
+    ("actor.clip_ratio_low=1", "actor.clip_ratio_low: 1.0"),
+    ("actor.clip_ratio_high=0", "actor.clip_ratio_high: 0.0"),
+    ("actor.dual_clip=1", "actor.dual_clip: 1.0 must exceed 1"),
+    ("actor.ptx_coef=-1", "actor.ptx_coef: -1.0"),
+    ("critic.value_clip=0", "critic.value_clip: 0.0"),
+    ("critic.warmup_iterations=-1", "critic.warmup_iterations: -1"),
+    ("reference.scoring_micro_batch.sequences=1", "reference.scoring_micro_batch: set exactly one"),
+    ("reward_model.scoring_micro_batch.sequences=1", "reward_model.scoring_micro_batch: set exactly one"),
+    ("reward.num_workers=0", "reward.num_workers: 0"),
+    ("reward.timeout_seconds=0", "reward.timeout_seconds: 0.0"),
+    ("reward.max_error_rate=1.5", "reward.max_error_rate: 1.5"),
+    ("reward.functions=[{path: 'm:f'}, {path: 'n:f'}]", "reward.functions: the name f is used twice"),
+    ("reward.functions=[{path: m.f}]", "reward.functions: path 'm.f' must read package.module:function"),
+    ("rollout.tensor_parallel=0", "rollout.tensor_parallel: 0"),
+    ("rollout.samples_per_prompt=0", "rollout.samples_per_prompt: 0"),
+    ("rollout.temperature=0", "rollout.temperature: 0.0"),
+    ("rollout.top_p=0.9", "rollout: top_p=0.9, top_k=-1"),
+    ("rollout.top_k=50", "rollout: top_p=1.0, top_k=50"),
+    ("rollout.min_tokens=200", "rollout: need 0 <= min_tokens (200) <= max_tokens (128)"),
+    ("rollout.max_tokens=0", "rollout: need 0 <= min_tokens (0) <= max_tokens (0)"),
+    ("rollout.kv_cache_gib=0", "rollout.kv_cache_gib: 0.0"),
+    ("algorithm.gamma=0", "algorithm.gamma: 0.0"),
+    ("algorithm.lam=1.1", "algorithm.lam: 1.1"),
+    ("algorithm.epochs=0", "algorithm.epochs: 0"),
+    ("algorithm.mini_batch_sequences=0", "algorithm.mini_batch_sequences: 0 is not positive"),
+    ("algorithm.kl.estimator=k3", "algorithm.kl.estimator: k3 is for algorithm.kl.use=loss"),
+    ("algorithm.kl.use=loss", "algorithm.kl.estimator: k1 as a loss"),
+    ("algorithm.kl.coef=-1", "algorithm.kl.coef: -1.0"),
+    ("algorithm.kl.target=0", "algorithm.kl.target: 0.0"),
+    ("algorithm.kl.horizon=0", "algorithm.kl.horizon: 0"),
+    ("algorithm.kl={use: none, target: 6}", "algorithm.kl.target: 6.0 steers nothing under algorithm.kl.use=none"),
+    ("algorithm.kl={coef: 0, target: 6}", "algorithm.kl.coef: the controller of algorithm.kl.target multiplies it"),
+]
+
+
+@pytest.mark.parametrize("override, message", SECTION_FAULTS)
+@pytest.mark.parametrize("program", ["train", "sft"])
+def test_fault_inside_a_section(program, override, message):
+    (error,) = errors_of(program, *TRAIN, *SUPERVISED, override)
+    assert error.startswith(message)
+
+
+def test_faults_of_all_sections_come_together():
+    errors = errors_of("train", *TRAIN, "trainer.iterations=-1", "actor.dual_clip=0.5", "algorithm.lam=2")
+    assert [error.split(":")[0] for error in errors] == ["trainer.iterations", "actor.dual_clip", "algorithm.lam"]
+
+
+def test_what_ppo_needs_is_named_all_at_once():
+    errors = errors_of("train")
+    assert [error.split(":")[0] for error in errors] == ["actor.path", "critic.path", "reward_model.path", "data.train"]
+    assert "reward_model.path" in errors[1] and "reward.functions: []" in errors[2]
+
+
+@pytest.mark.parametrize("program", ["sft", "reward_model"])
+def test_what_supervised_training_needs_is_named_all_at_once(program):
+    assert [error.split(":")[0] for error in errors_of(program)] == ["supervised.path", "data.train"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["reward_model.weight=0"],
+        ["reward_model.path=null", "critic.path=critic"],
+        ["reward_model.path=null", "critic.path=critic", "reward.functions=[{path: 'm:f', weight: 0}]"],
+    ],
+)
+def test_nothing_that_pays(overrides):
+    (error,) = errors_of("train", *TRAIN, *overrides)
+    assert error.startswith("reward_model.path:") and "pay nothing" in error
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["reward_model.path=null", "critic.path=critic", "reward.functions=[{path: 'm:f'}]"],
+        ["reward_model.weight=0", "reward.functions=[{path: 'm:f', weight: -1}]"],
+        ["actor.ptx_coef=0.1", "data.ptx=[text.jsonl]"],
+        ["algorithm.mini_batch_sequences=16", "data.prompts_per_iteration=16", "rollout.samples_per_prompt=4"],
+        ["algorithm.kl={use: loss, estimator: k3}"],
+        ["algorithm.kl.target=6"],
+        ["algorithm.kl.use=none"],
+        ["actor.micro_batch={tokens: null, sequences: 2}"],
+    ],
+)
+def test_variants_that_are_fine(overrides):
+    settings_of(*TRAIN, *overrides).check("train", 2)
+
+
+CONTRADICTIONS = [
+    (["actor.ptx_coef=0.5"], "data.ptx: [], but actor.ptx_coef: 0.5 needs text", "set actor.ptx_coef=0"),
+    (["data.ptx=[a.jsonl]"], "actor.ptx_coef: 0, so that data.ptx: ['a.jsonl'] would never be read", "set data.ptx=[]"),
+    (
+        ["algorithm.mini_batch_sequences=30", "rollout.samples_per_prompt=2"],
+        "algorithm.mini_batch_sequences: 30 does not divide data.prompts_per_iteration 64 x rollout.samples_per_prompt 2 = 128",
+        "the nearest that does is 32",
+    ),
+    (
+        ["rollout.tensor_parallel=3", "parallel.tensor=2", "parallel.pipeline=2"],
+        "rollout.tensor_parallel: 3 does not divide parallel.tensor 2 x parallel.pipeline 2 = 4",
+        "the nearest that does is 2",
+    ),
+    (
+        ["actor.micro_batch.tokens=600"],
+        "actor.micro_batch.tokens: 600 cannot hold a sequence of data.max_prompt_tokens 512 + rollout.max_tokens 128",
+        "set it to 640 or more",
+    ),
+    (["critic.micro_batch.tokens=639"], "critic.micro_batch.tokens: 639", "640"),
+    *(
+        ([f"{role}.scoring_micro_batch.tokens=1"], f"{role}.scoring_micro_batch.tokens: 1 cannot hold", "640")
+        for role in ("actor", "critic", "reference", "reward_model")
+    ),
+]
+
+
+@pytest.mark.parametrize("overrides, message, fix", CONTRADICTIONS)
+def test_contradiction_between_sections_of_ppo(overrides, message, fix):
+    (error,) = errors_of("train", *TRAIN, *overrides)
+    assert error.startswith(message) and fix in error
+    settings_of(*SUPERVISED, *overrides).check("sft")  # which reads none of these
+
+
+def test_supervised_row_that_fits_no_micro_batch():
+    overrides = [*SUPERVISED, "supervised.max_tokens=5000"]
+    (error,) = errors_of("sft", *overrides)
+    assert error.startswith("supervised.micro_batch.tokens: 4096 cannot hold a row of supervised.max_tokens 5000")
+    settings_of(*TRAIN, *overrides).check("train")
+
+
+@pytest.mark.parametrize("tensor, pipeline, world_size, data", [(1, 1, 1, 1), (2, 1, 8, 4), (2, 2, 4, 1), (8, 4, 64, 2)])
+def test_data_parallel_size(tensor, pipeline, world_size, data):
+    assert Parallel(tensor=tensor, pipeline=pipeline).data(world_size) == data
+
+
+@pytest.mark.parametrize("program, base", [("train", TRAIN), ("sft", SUPERVISED), ("reward_model", SUPERVISED)])
+def test_layout_that_does_not_divide_the_ranks(program, base):
+    (error,) = errors_of(program, *base, "parallel.tensor=2", "parallel.pipeline=2", world_size=6)
+    assert error.startswith("parallel: 6 ranks cannot be divided into groups of tensor 2 x pipeline 2 = 4; start a multiple of 4")
+
+
+@pytest.mark.parametrize(
+    "program, base, batch, key",
+    [
+        ("train", TRAIN, "algorithm.mini_batch_sequences=4", "algorithm.mini_batch_sequences: 4"),
+        ("train", TRAIN, "data.prompts_per_iteration=4", "data.prompts_per_iteration x rollout.samples_per_prompt: 4"),
+        ("sft", SUPERVISED, "supervised.batch_size=4", "supervised.batch_size: 4"),
+        ("reward_model", SUPERVISED, "supervised.batch_size=4", "supervised.batch_size: 4"),
+    ],
+)
+def test_optimizer_step_smaller_than_the_data_parallel_size(program, base, batch, key):
+    (error,) = errors_of(program, *base, batch, "parallel.tensor=2", world_size=16)
+    assert error == f"{key} is less than the data-parallel size; set it to 8 or more, or start fewer ranks"
+    settings_of(*base, batch, "parallel.tensor=2").check(program, 8)
+    settings_of(*base, batch, "parallel.tensor=2").check(program)
+
+
+def test_reward_function_label():
+    assert RewardFunction(path="package.module:exact").label == "exact"
+    assert RewardFunction(path="file.py:exact", name="mine").label == "mine"
+
+
+def test_check_changes_nothing():
+    settings = settings_of(*TRAIN)
+    before = asdict(settings)
+    settings.check("train", 2)
+    assert asdict(settings) == before
