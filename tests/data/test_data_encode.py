@@ -162,7 +162,10 @@ def test_load_tokenizer_without_directory_or_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.add_tokens(AddedToken("<new>")), r"actor\.path \(103 tokens\).*reward_model\.path \(104 tokens\).*no token against '<new>'"),
+        (
+            lambda t: t.add_tokens(AddedToken("<new>")),
+            r"actor\.path \(103 tokens\).*reward_model\.path \(104 tokens\).*no token against '<new>'",
+        ),
         (lambda t: setattr(t, "eos_token", "<s>"), "eos_token_id is 2 for actor.path and 0 for reward_model.path"),
         (lambda t: setattr(t, "bos_token", None), "bos_token_id is 0 for actor.path and None for reward_model.path"),
     ],

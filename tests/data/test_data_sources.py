@@ -98,7 +98,7 @@ def test_a_long_report_names_the_first_and_counts_the_rest() -> None:
 
 
 def test_nothing_left_is_an_error() -> None:
-    with pytest.raises(DataError, match="nothing is left to use: 2 prompts.*the shortest has 3 tokens, raise data.max_prompt_tokens"):
+    with pytest.raises(DataError, match="left to use: 2 prompts.*the shortest has 3 tokens, raise data.max_prompt_tokens"):
         prompt_source(2, 1, limit=2)
 
 
