@@ -1,0 +1,236 @@
+"""Weights from a Hugging Face directory into a rank's shard, and from all shards back into whole Hugging Face tensors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from rlhf_mc.config import ConfigError
+from rlhf_mc.models.hf_config import ModelShape
+from rlhf_mc.models.weight_layout import Piece, Shard, hf_shapes, pieces_of
+from rlhf_mc.parallel.world import World
+
+_BUCKET_BYTES = 64 << 20
+_FILE_BYTES = 4 << 30
+
+
+class _Checkpoint:
+    """The safetensors files of a directory, read slice by slice. Raises ConfigError for what is missing."""
+
+    def __init__(self, directory: Path, key: str) -> None:
+        self.directory, self.key = directory, key
+        self.files = self._index()
+        self._open = ExitStack()
+        self._handles: dict[str, safe_open] = {}
+
+    def _index(self) -> dict[str, str]:
+        index = self.directory / "model.safetensors.index.json"
+        if index.is_file():
+            return json.loads(index.read_text())["weight_map"]
+        single = self.directory / "model.safetensors"
+        if not single.is_file():
+            raise ConfigError(
+                f"{self.key}: '{self.directory}' has no model.safetensors (nor an index of shards); "
+                "save the model with safe serialization"
+            )
+        with safe_open(single, framework="pt") as handle:
+            return {name: single.name for name in handle.keys()}
+
+    def __enter__(self) -> _Checkpoint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def read(self, piece: Piece) -> Tensor:
+        """The piece's rows or columns, on the host."""
+        file = self.files.get(piece.hf_name)
+        if file is None:
+            raise ConfigError(f"{self.key}: '{self.directory}' lacks the tensor {piece.hf_name}")
+        if file not in self._handles:
+            self._handles[file] = self._open.enter_context(safe_open(self.directory / file, framework="pt"))
+        tensor = self._handles[file].get_slice(piece.hf_name)
+        end = piece.hf_start + piece.length
+        if end > tensor.get_shape()[piece.dim]:
+            raise ConfigError(
+                f"{self.key}: {piece.hf_name} in '{self.directory}' has shape {tensor.get_shape()}, "
+                f"but its config.json implies at least {end} in dimension {piece.dim}"
+            )
+        return tensor[piece.hf_start : end] if piece.dim == 0 else tensor[:, piece.hf_start : end]
+
+
+def load_hf_weights(module: nn.Module, shape: ModelShape, shard: Shard, directory: str, key: str) -> None:
+    """Fills every parameter of `module` (this rank's shard) from `directory`. Padded vocabulary rows become zero.
+
+    A value head that the directory does not have starts at zero: its values are then 0 until it is trained.
+    Raises ConfigError naming `key` where the directory does not fit.
+    """
+    params = dict(module.named_parameters())
+    with _Checkpoint(Path(directory), key) as checkpoint, torch.no_grad():
+        for param in params.values():
+            param.zero_()
+        for piece in pieces_of(shape, shard):
+            if piece.hf_name == "score.weight" and piece.hf_name not in checkpoint.files:
+                continue
+            target = params[piece.param]
+            target.narrow(piece.dim, piece.start, piece.length).copy_(checkpoint.read(piece))
+
+
+def _buckets(shapes: dict[str, tuple[int, ...]], element_bytes: int) -> Iterator[list[str]]:
+    bucket: list[str] = []
+    size = 0
+    for name, dims in shapes.items():
+        num_bytes = element_bytes * torch.Size(dims).numel()
+        if bucket and size + num_bytes > _BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(name)
+        size += num_bytes
+    yield bucket
+
+
+def _local(params: dict[str, Tensor], piece: Piece) -> Tensor:
+    return params[piece.param].detach().narrow(piece.dim, piece.start, piece.length)
+
+
+def _size(piece: Piece, dims: tuple[int, ...]) -> torch.Size:
+    return torch.Size(tuple(piece.length if d == piece.dim else n for d, n in enumerate(dims)))
+
+
+def _gather_bucket(
+    names: list[str], shapes: dict[str, tuple[int, ...]], params: dict[str, Tensor], owned: list[dict[str, list[Piece]]], world: World
+) -> dict[str, Tensor]:
+    """Collective over the model group. Whole tensors of one bucket, from what each rank of the group owns of them."""
+    sizes = [sum(_size(p, shapes[n]).numel() for n in names for p in pieces.get(n, ())) for pieces in owned]
+    dtype = next(iter(params.values())).dtype
+    mine = torch.zeros(max(sizes), dtype=dtype, device=world.device)
+    place = 0
+    for name in names:
+        for piece in owned[world.model_group.rank()].get(name, ()):
+            flat = _local(params, piece).reshape(-1)
+            mine[place : place + flat.numel()].copy_(flat)
+            place += flat.numel()
+    everyone = torch.empty(len(owned) * mine.numel(), dtype=dtype, device=world.device)
+    dist.all_gather_into_tensor(everyone, mine, group=world.model_group)
+    everyone = everyone.view(len(owned), -1)
+    whole = {name: torch.empty(shapes[name], dtype=dtype, device=world.device) for name in names}
+    for rank, pieces in enumerate(owned):
+        place = 0
+        for name in names:
+            for piece in pieces.get(name, ()):
+                size = _size(piece, shapes[name])
+                part = everyone[rank, place : place + size.numel()].view(size)
+                whole[name].narrow(piece.dim, piece.hf_start, piece.length).copy_(part)
+                place += size.numel()
+    return whole
+
+
+def _owned_pieces(shape: ModelShape, world: World, value_head: bool) -> list[dict[str, list[Piece]]]:
+    """For each rank of the model group, in its order, the pieces that it exports, by Hugging Face name.
+
+    A tensor that is whole on every tensor rank (norms, value head) is exported by tensor rank 0 only.
+    """
+    grid, shapes = world.grid, hf_shapes(shape, value_head)
+    owned = []
+    for position in range(grid.tensor * grid.pipeline):
+        stage, tensor_rank = divmod(position, grid.tensor)
+        by_name: dict[str, list[Piece]] = {}
+        for piece in pieces_of(shape, Shard.of(shape, grid.tensor, tensor_rank, grid.pipeline, stage, value_head)):
+            whole = piece.length == shapes[piece.hf_name][piece.dim]
+            if piece.owner and (tensor_rank == 0 or not whole):
+                by_name.setdefault(piece.hf_name, []).append(piece)
+        owned.append(by_name)
+    return owned
+
+
+def export_hf_weights(module: nn.Module, shape: ModelShape, world: World, value_head: bool) -> Iterator[tuple[str, Tensor]]:
+    """Collective over the model group: every rank must take every item. (name, whole tensor on the device), in checkpoint order.
+
+    The tensors are in the model's precision; a value head is in fp32. They are good until the next item is taken.
+    """
+    params = dict(module.named_parameters())
+    shapes = hf_shapes(shape, value_head)
+    owned = _owned_pieces(shape, world, value_head)
+    head = {"score.weight": shapes.pop("score.weight")} if value_head else {}
+    body = {name: p for name, p in params.items() if not (value_head and name == "output_layer.weight")}
+    element_bytes = next(iter(body.values())).element_size()
+    for names in _buckets(shapes, element_bytes):
+        yield from _gather_bucket(names, shapes, body, owned, world).items()
+    if head:
+        yield from _gather_bucket(["score.weight"], head, {"output_layer.weight": _head_or_empty(params, head, world)}, owned, world).items()
+
+
+def _head_or_empty(params: dict[str, Tensor], head: dict[str, tuple[int, ...]], world: World) -> Tensor:
+    if "output_layer.weight" in params:
+        return params["output_layer.weight"]
+    return torch.empty(head["score.weight"], dtype=torch.float32, device=world.device)
+
+
+def save_hf_directory(
+    tensors: Iterator[tuple[str, Tensor]], source: str, target: str, value_head: bool, dtype: torch.dtype, writes: bool
+) -> None:
+    """Takes all `tensors` (a collective) and, where `writes`, makes a Hugging Face directory at `target`.
+
+    config.json, tokenizer and the rest come from `source`; files hold at most 4 GiB. The directory is written aside and
+    renamed, so that `target` is whole or not there.
+    """
+    aside = Path(str(target) + ".partial")
+    if writes:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    weight_map: dict[str, int] = {}
+    part: dict[str, Tensor] = {}
+    number = 0
+    for name, tensor in tensors:
+        if not writes:
+            continue
+        if part and sum(t.nbytes for t in part.values()) + tensor.nbytes > _FILE_BYTES:
+            save_file(part, aside / f"part-{number}.safetensors", metadata={"format": "pt"})
+            part, number = {}, number + 1
+        part[name] = tensor.to("cpu", copy=True).contiguous()
+        weight_map[name] = number
+    if not writes:
+        return
+    save_file(part, aside / f"part-{number}.safetensors", metadata={"format": "pt"})
+    _name_files(aside, weight_map, number + 1)
+    _copy_companions(Path(source), aside, value_head, dtype)
+    shutil.rmtree(target, ignore_errors=True)
+    aside.rename(target)
+
+
+def _name_files(directory: Path, weight_map: dict[str, int], count: int) -> None:
+    """Gives the parts the names that transformers expects, with an index where there are several."""
+    if count == 1:
+        (directory / "part-0.safetensors").rename(directory / "model.safetensors")
+        return
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    for i, name in enumerate(names):
+        (directory / f"part-{i}.safetensors").rename(directory / name)
+    size = sum((directory / name).stat().st_size for name in names)
+    index = {"metadata": {"total_size": size}, "weight_map": {name: names[i] for name, i in weight_map.items()}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def _copy_companions(source: Path, target: Path, value_head: bool, dtype: torch.dtype) -> None:
+    """config.json, adjusted to the head and the precision, and every other small file (tokenizer, generation config)."""
+    for file in source.iterdir():
+        if file.is_file() and ".safetensors" not in file.name and file.suffix not in (".bin", ".pt", ".pth", ".gguf"):
+            shutil.copyfile(file, target / file.name)
+    config = json.loads((source / "config.json").read_text())
+    stem = config["architectures"][0].removesuffix("ForCausalLM").removesuffix("ForSequenceClassification")
+    config["architectures"] = [stem + ("ForSequenceClassification" if value_head else "ForCausalLM")]
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    if value_head:
+        config["num_labels"] = 1
+        config["id2label"], config["label2id"] = {"0": "score"}, {"score": 0}
+    (target / "config.json").write_text(json.dumps(config, indent=2))

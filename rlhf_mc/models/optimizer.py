@@ -1,0 +1,91 @@
+"""megatron-core's optimizer for one role: AdamW over fp32 main params, sharded over the data-parallel ranks where asked."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from torch import nn
+
+from rlhf_mc.config import Optim
+from rlhf_mc.parallel.megatron_cpu import cpu_tensors_pass_for_cuda
+
+
+def kernels_in_use(device: torch.device) -> str:
+    """Which optimizer and norm megatron-core took, for the start-up message: TransformerEngine's, apex's or torch's.
+
+    apex is only ever detected. A package named apex without apex.optimizers.FusedAdam (PyPI's web toolkit) is not NVIDIA's.
+    """
+    if importlib.util.find_spec("transformer_engine"):
+        return "optimizer and gradient norm: TransformerEngine"
+    if importlib.util.find_spec("apex"):
+        try:
+            from apex.optimizers import FusedAdam  # noqa: F401
+        except ImportError:
+            return "optimizer and gradient norm: torch (the installed package 'apex' is not NVIDIA's: pip uninstall apex)"
+        return "optimizer and gradient norm: apex"
+    return "optimizer and gradient norm: torch" + (" (fused AdamW)" if device.type == "cpu" else "")
+
+
+def wrap_for_training(decoder: nn.Module, distributed_optimizer: bool) -> DistributedDataParallel:
+    """Gradient buckets in fp32, summed (not averaged) over the data-parallel ranks when they are finalised."""
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=distributed_optimizer,
+        check_for_nan_in_grad=False,
+    )
+    return DistributedDataParallel(decoder.config, config, decoder)
+
+
+def _torch_adams(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part.optimizer for part in parts if part.optimizer is not None]
+
+
+def _create_states(adam: torch.optim.Optimizer) -> None:
+    """Moments and step of every param, as AdamW would make them at its first step: so what is resident is known from the start."""
+    for group in adam.param_groups:
+        for param in group["params"]:
+            adam.state[param] = {
+                "step": torch.zeros((), dtype=torch.float32, device=param.device),
+                "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
+            }
+
+
+def build_optimizer(ddp: DistributedDataParallel, optim: Optim, dtype: torch.dtype, device: torch.device) -> MegatronOptimizer:
+    """Collective over all ranks. The params must hold their starting weights already: the fp32 main params copy them."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.beta1,
+        adam_beta2=optim.beta2,
+        adam_eps=optim.eps,
+        clip_grad=optim.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=ddp.ddp_config.use_distributed_optimizer,
+    )
+    with cpu_tensors_pass_for_cuda(device.type == "cpu"):
+        optimizer = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False)
+    for adam in _torch_adams(optimizer):
+        if isinstance(adam, torch.optim.AdamW):
+            # One pass over memory instead of about ten; torch has this kernel on CPU and on CUDA.
+            for group in adam.param_groups:
+                group["fused"], group["foreach"] = True, False
+            _create_states(adam)
+    return optimizer
+
+
+def step_optimizer(optimizer: MegatronOptimizer, lr: float, on_cpu: bool) -> float:
+    """Collective over all ranks. One AdamW step at `lr` on finalised gradients; the gradient norm before clipping."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    with cpu_tensors_pass_for_cuda(on_cpu):
+        _, grad_norm, _ = optimizer.step()
+    return float(grad_norm)

@@ -1,0 +1,130 @@
+"""Forward, and forward with backward, of one role over a whole batch, by megatron-core's schedules (1F1B under pipeline).
+
+A batch is cut into micro-batches by a plan that all ranks compute alike; what comes back is one number for each asked
+token or sequence, in the batch's order, the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from rlhf_mc.batch import SequenceBatch
+from rlhf_mc.config import MicroBatch
+from rlhf_mc.models.heads import TokenLogprobs
+from rlhf_mc.models.optimizer import step_optimizer
+from rlhf_mc.models.role import RoleModel
+from rlhf_mc.parallel.megatron_cpu import show_cpu_to_megatron
+from rlhf_mc.parallel.microbatches import plan_microbatches
+from rlhf_mc.parallel.packing import Asked, PackedBatch, PackedMicrobatch
+
+Answers = TokenLogprobs | Tensor
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """loss: scalar, the part of the global loss that a micro-batch adds (already divided by global counts).
+
+    sums: name -> scalar, whatever is to be summed over all micro-batches of all ranks.
+    """
+
+    loss: Tensor
+    sums: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """of: the LossSum of one micro-batch's answers.  names: of its sums, known on every rank, also on those without a head."""
+
+    names: tuple[str, ...]
+    of: Callable[[Answers, PackedMicrobatch], LossSum]
+
+
+def _microbatches(model: RoleModel, batch: SequenceBatch, asked: Asked, budget: MicroBatch) -> tuple[list[PackedMicrobatch], PackedBatch]:
+    world = model.world
+    plan = plan_microbatches(batch.lengths.tolist(), budget, world.grid.data)[world.grid.data_rank]
+    packed = PackedBatch.of(batch, asked)
+    multiple = world.grid.tensor
+    return [packed.pack(p, multiple, model.table, world.device) for p in plan], packed
+
+
+def _run_schedule(model: RoleModel, microbatches: list[PackedMicrobatch], loss: Callable, forward_only: bool) -> list:
+    """megatron's schedule; what `loss` gave for each micro-batch, on the last stage (elsewhere an empty list)."""
+
+    def forward_step(data: Iterator[PackedMicrobatch], module: torch.nn.Module):
+        packed = next(data)
+        hidden = module(input_ids=packed.tokens[None], position_ids=None, attention_mask=None, packed_seq_params=packed.sequences)
+        return hidden, lambda output: loss(output, packed)
+
+    if model.world.on_cpu:
+        show_cpu_to_megatron()
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(microbatches),
+        model=[model.module],
+        num_microbatches=len(microbatches),
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+def score(model: RoleModel, batch: SequenceBatch, asked: Asked, budget: MicroBatch) -> Tensor:
+    """Collective over all ranks. Forward only, no gradients: float32 on the host, the same on every rank.
+
+    asked predicted: [number of tokens in loss_mask], log-probs of those tokens (language head) or values before them (value head).
+    asked last: [B], the value head at each sequence's last token.
+    """
+    microbatches, packed = _microbatches(model, batch, asked, budget)
+    speaks = model.world.grid.speaks
+    result = torch.zeros(packed.num_answers, dtype=torch.float32)
+
+    def collect(hidden: Tensor, microbatch: PackedMicrobatch):
+        answers = model.answers(hidden, microbatch)
+        numbers = answers.logprobs if isinstance(answers, TokenLogprobs) else answers
+        if speaks and not microbatch.fill:
+            result[microbatch.slots] = numbers.float().cpu()
+        return hidden.new_zeros(()), {}
+
+    with torch.no_grad():
+        _run_schedule(model, microbatches, collect, forward_only=True)
+    return model.world.sum_over_ranks(result)
+
+
+def accumulate_gradients(model: RoleModel, batch: SequenceBatch, asked: Asked, budget: MicroBatch, loss: Loss) -> dict[str, float]:
+    """Collective over all ranks. Forward and backward of `batch`; gradients are added to what the buckets hold, not yet summed over ranks.
+
+    `loss` sees each micro-batch's answers; a fill is weighed 0 here. Returns the sums over all micro-batches of all ranks.
+    """
+    microbatches, _ = _microbatches(model, batch, asked, budget)
+    totals = torch.zeros(len(loss.names), dtype=torch.float64)
+
+    def weighed_loss(hidden: Tensor, microbatch: PackedMicrobatch):
+        part = loss.of(model.answers(hidden, microbatch), microbatch)
+        counts = model.world.grid.speaks and not microbatch.fill
+        if counts:
+            totals.add_(torch.stack([part.sums[name].detach().double() for name in loss.names]).cpu())
+        return part.loss * float(not microbatch.fill), torch.tensor(1, dtype=torch.int, device=hidden.device), {}
+
+    config = model.decoder.config
+    config.finalize_model_grads_func = None
+    config.grad_scale_func = model.optimizer.scale_loss
+    _run_schedule(model, microbatches, weighed_loss, forward_only=False)
+    return dict(zip(loss.names, model.world.sum_over_ranks(totals).tolist()))
+
+
+def zero_gradients(model: RoleModel) -> None:
+    """Empties the gradient buckets; call before the first accumulate_gradients of an update."""
+    model.ddp.zero_grad_buffer()
+    model.optimizer.zero_grad()
+
+
+def update(model: RoleModel, lr: float) -> float:
+    """Collective over all ranks. Sums the gradients over ranks, clips, steps at `lr`; the gradient norm before clipping."""
+    finalize_model_grads([model.ddp])
+    return step_optimizer(model.optimizer, lr, model.world.on_cpu)

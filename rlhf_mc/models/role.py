@@ -1,0 +1,103 @@
+"""A role: one model of the four (or the one of supervised training), with its weights, its optimizer, and its forward passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from rlhf_mc.config import Optim, Settings
+from rlhf_mc.models.heads import TokenLogprobs, ValueHead, token_logprobs, token_values
+from rlhf_mc.models.hf_config import ModelShape, read_shape
+from rlhf_mc.models.hf_weights import export_hf_weights, load_hf_weights, save_hf_directory
+from rlhf_mc.models.optimizer import build_optimizer, wrap_for_training
+from rlhf_mc.models.transformer import Decoder, build_decoder, rotary_table
+from rlhf_mc.models.weight_layout import Shard
+from rlhf_mc.parallel.packing import PackedMicrobatch, RotaryTable
+from rlhf_mc.parallel.world import World
+
+Head = Literal["language", "value"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Role(str, Enum):
+    """Whose model it is."""
+
+    ACTOR = "actor"
+    CRITIC = "critic"
+    REFERENCE = "reference"
+    REWARD = "reward_model"
+
+
+@dataclass
+class RoleModel:
+    """One role on this rank. Frozen roles have neither `ddp` nor `optimizer`.
+
+    source: the Hugging Face directory it came from.  temperature: divides the logits of a language head; a value head ignores it.
+    """
+
+    role: Role
+    head: Head
+    source: str
+    shape: ModelShape
+    world: World
+    decoder: Decoder
+    table: RotaryTable
+    temperature: float = 1.0
+    ddp: DistributedDataParallel | None = None
+    optimizer: MegatronOptimizer | None = None
+
+    @property
+    def module(self) -> DistributedDataParallel | Decoder:
+        """What megatron's schedules take: the wrapped decoder of a trained role, the bare one of a frozen role."""
+        return self.ddp or self.decoder
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of the params (a value head is in fp32 always)."""
+        return self.decoder.config.params_dtype
+
+    def answers(self, hidden: Tensor, packed: PackedMicrobatch) -> TokenLogprobs | Tensor:
+        """Collective over the tensor-parallel group. What the head says at the asked rows: TokenLogprobs, or values float32[n]."""
+        if self.head == "value":
+            return token_values(self.decoder, hidden, packed)
+        return token_logprobs(self.decoder, self.shape, hidden, packed, self.temperature)
+
+    def export(self):
+        """Collective over the model group: every rank must take every item. (Hugging Face name, whole tensor)."""
+        return export_hf_weights(self.decoder, self.shape, self.world, self.head == "value")
+
+    def save(self, target: str) -> None:
+        """Collective over the model group. Writes a Hugging Face directory at `target`, on rank 0's copy of the model."""
+        save_hf_directory(self.export(), self.source, target, self.head == "value", self.dtype, writes=self.world.rank == 0)
+
+
+def build_role(
+    role: Role, head: Head, path: str, settings: Settings, world: World, optim: Optim | None = None, temperature: float = 1.0
+) -> RoleModel:
+    """Collective over all ranks. The role's model with the weights at `path`; trained where `optim` is given, else frozen."""
+    key = f"{role.value}.path"
+    shape = read_shape(path, key)
+    shape.check_layout(world.grid.tensor, world.grid.pipeline, key)
+    dtype = DTYPES[settings.trainer.dtype]
+    is_value = head == "value"
+    decoder = build_decoder(shape, world.grid, dtype, world.device, tied=shape.tied and not is_value)
+    if is_value and world.grid.is_last_stage:
+        with world.device:
+            decoder.output_layer = ValueHead(shape.hidden, decoder.config.sequence_parallel)
+    shard = Shard.of(shape, world.grid.tensor, world.grid.tensor_rank, world.grid.pipeline, world.grid.stage, is_value)
+    load_hf_weights(decoder, shape, shard, path, key)
+    longest = settings.longest_sequence
+    model = RoleModel(role, head, path, shape, world, decoder, rotary_table(shape, longest, world.device, key), temperature)
+    if optim is None:
+        decoder.requires_grad_(False)
+    else:
+        model.ddp = wrap_for_training(decoder, settings.parallel.distributed_optimizer)
+        model.optimizer = build_optimizer(model.ddp, optim, dtype, world.device)
+    decoder.eval() if optim is None else decoder.train()
+    return model

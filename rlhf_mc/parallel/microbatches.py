@@ -1,0 +1,83 @@
+"""Which sequences go through the model together, on which data-parallel rank. Pure functions; no torch.distributed."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf_mc.config import MicroBatch
+
+
+@dataclass(frozen=True)
+class PlannedMicrobatch:
+    """Sequence numbers that are packed together. `fill`: it repeats another's sequence, to keep counts equal, and weighs 0."""
+
+    sequences: tuple[int, ...]
+    fill: bool = False
+
+
+def _first_fit_decreasing(order: list[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    space: list[int] = []
+    for index in order:
+        for b, free in enumerate(space):
+            if lengths[index] <= free:
+                bins[b].append(index)
+                space[b] -= lengths[index]
+                break
+        else:
+            bins.append([index])
+            space.append(capacity - lengths[index])
+    return bins
+
+
+def _balanced(order: list[int], lengths: Sequence[int], capacity: int, num_bins: int) -> list[list[int]] | None:
+    """Longest first to the emptiest bin; None where that breaks the capacity."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    heap = [(0, b) for b in range(num_bins)]
+    for index in order:
+        load, b = heapq.heappop(heap)
+        if load + lengths[index] > capacity:
+            return None
+        bins[b].append(index)
+        heapq.heappush(heap, (load + lengths[index], b))
+    return bins
+
+
+def _by_tokens(lengths: Sequence[int], capacity: int, num_ranks: int) -> list[list[int]]:
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    if order and lengths[order[0]] > capacity:
+        raise ValueError(
+            f"sequence {order[0]} has {lengths[order[0]]} tokens, more than the {capacity} tokens of a micro-batch; "
+            "raise micro_batch.tokens, or shorten data.max_prompt_tokens or rollout.max_tokens"
+        )
+    packed = _first_fit_decreasing(order, lengths, capacity)
+    num_bins = -(-max(1, len(packed)) // num_ranks) * num_ranks
+    return _balanced(order, lengths, capacity, num_bins) or packed
+
+
+def _by_count(lengths: Sequence[int], count: int, num_ranks: int) -> list[list[int]]:
+    num_bins = -(-max(1, -(-len(lengths) // count)) // num_ranks) * num_ranks
+    return [[i for i in range(b, len(lengths), num_bins)] for b in range(num_bins)]
+
+
+def plan_microbatches(lengths: Sequence[int], budget: MicroBatch, num_ranks: int) -> list[list[PlannedMicrobatch]]:
+    """For each of `num_ranks` data-parallel ranks, its micro-batches.
+
+    Invariants: every sequence is in exactly one micro-batch that is not a fill; no micro-batch exceeds the budget;
+    all ranks have the same number of micro-batches, at least one; the plan depends on the arguments only.
+    A sequence longer than the budget is a ValueError that names it. `lengths` must not be empty.
+    """
+    if not lengths:
+        raise ValueError("cannot plan micro-batches of an empty batch")
+    if budget.sequences is not None:
+        bins = _by_count(lengths, budget.sequences, num_ranks)
+    else:
+        bins = _by_tokens(lengths, budget.tokens, num_ranks)
+    filled = sorted((b for b in bins if b), key=lambda b: (-sum(lengths[i] for i in b), b))
+    microbatches = [PlannedMicrobatch(tuple(sorted(b))) for b in filled]
+    shortest = min(range(len(lengths)), key=lambda i: (lengths[i], i))
+    missing = -len(microbatches) % num_ranks
+    microbatches += [PlannedMicrobatch((shortest,), fill=True)] * missing
+    return [microbatches[rank::num_ranks] for rank in range(num_ranks)]

@@ -1,0 +1,95 @@
+"""From a batch and a planned micro-batch to what a model takes: packed tokens, positions, and the rows that are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlhf_mc.batch import SequenceBatch, gather_segments, offsets_of, ragged_arange
+from rlhf_mc.parallel.attention import PackedSequences, pack_sequences
+from rlhf_mc.parallel.microbatches import PlannedMicrobatch
+
+Asked = Literal["predicted", "last"]
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """cos, sin: float32[positions, head_dim], on the device of the model."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True)
+class PackedMicrobatch:
+    """One micro-batch on the device. n numbers are asked of the model, one at each of `rows`.
+
+    tokens: int64[T'], packed, padded at the end to a multiple of the tensor-parallel size by a sequence of its own.
+    sequences: for the attention.
+    rows: int64[n], where the hidden states lie that answer: before each predicted token, or at each last token.
+    targets: int64[n], the predicted tokens (for "last": the last tokens themselves, unused).
+    slots: int64[n] on the host, where the answers go in the whole batch: in the order of its predicted tokens, or of its sequences.
+    sequence_ids: int64[n] on the host, which sequence of the batch each answer belongs to.
+    fill: the micro-batch repeats another's sequence and must weigh nothing.
+    """
+
+    tokens: Tensor
+    sequences: PackedSequences
+    rows: Tensor
+    targets: Tensor
+    slots: Tensor
+    sequence_ids: Tensor
+    fill: bool
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A batch with what is computed from it once: where each sequence's answers start. Everything is on the host."""
+
+    batch: SequenceBatch
+    asked: Asked
+    counts: Tensor
+    slot_offsets: Tensor
+
+    @staticmethod
+    def of(batch: SequenceBatch, asked: Asked) -> PackedBatch:
+        """`asked` predicted: a number for each token in loss_mask. last: a number for each sequence."""
+        segment = torch.arange(len(batch)).repeat_interleave(batch.lengths)
+        predicted = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, segment, batch.loss_mask.long())
+        counts = predicted if asked == "predicted" else torch.ones_like(batch.lengths)
+        return PackedBatch(batch, asked, counts, offsets_of(counts))
+
+    @property
+    def num_answers(self) -> int:
+        """How many numbers the whole batch asks for."""
+        return int(self.slot_offsets[-1])
+
+    def pack(self, planned: PlannedMicrobatch, multiple: int, table: RotaryTable, device: torch.device) -> PackedMicrobatch:
+        """The micro-batch on `device`, its length a multiple of `multiple`."""
+        batch, index = self.batch, torch.tensor(planned.sequences)
+        lengths = batch.lengths[index]
+        tokens = gather_segments(batch.tokens, batch.lengths, index)
+        if self.asked == "predicted":
+            wanted = gather_segments(batch.loss_mask, batch.lengths, index).nonzero().squeeze(1)
+            rows = wanted - 1
+        else:
+            rows = wanted = lengths.cumsum(0) - 1
+        targets = tokens[wanted]
+        counts = self.counts[index]
+        slots = self.slot_offsets[:-1][index].repeat_interleave(counts) + ragged_arange(counts)
+        padding = -tokens.numel() % multiple
+        if padding:
+            tokens = torch.cat([tokens, tokens.new_zeros(padding)])
+            lengths = torch.cat([lengths, lengths.new_tensor([padding])])
+        return PackedMicrobatch(
+            tokens=tokens.to(device),
+            sequences=pack_sequences(lengths, table.cos, table.sin, device),
+            rows=rows.to(device),
+            targets=targets.to(device),
+            slots=slots,
+            sequence_ids=index.repeat_interleave(counts),
+            fill=planned.fill,
+        )

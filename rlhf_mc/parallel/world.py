@@ -1,0 +1,115 @@
+"""Joining and leaving the job: device, process groups, megatron's grid, seeds. One World object says who this rank is."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor
+
+from rlhf_mc.config import ConfigError, Settings
+from rlhf_mc.parallel.grids import TrainingGrid
+from rlhf_mc.parallel.megatron_cpu import show_cpu_to_megatron
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place: its device, the training grid, and the groups that collectives take.
+
+    everyone: all ranks, for tensors on the host (gloo).  tensor_group, model_group, data_group: for tensors on the device;
+    model_group is the ranks that hold one copy of the model.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    grid: TrainingGrid
+    everyone: dist.ProcessGroup
+    tensor_group: dist.ProcessGroup
+    model_group: dist.ProcessGroup
+    data_group: dist.ProcessGroup
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the ranks' devices are CPU cores."""
+        return self.device.type == "cpu"
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Collective over all ranks. Sum of a host tensor of any shape, the same bits on every rank."""
+        if self.size > 1:
+            dist.all_reduce(values, group=self.everyone)
+        return values
+
+
+def _choose_device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("trainer.device=cuda, but torch sees no CUDA device; set trainer.device=cpu, or fix the driver")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU of its own ({torch.cuda.device_count()} visible); "
+            "start as many ranks a node as it has GPUs"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds python, numpy, torch and megatron's tensor-parallel generators, alike on every rank."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def join_world(settings: Settings) -> World:
+    """Collective over all ranks. Starts torch.distributed and megatron's grid; what torchrun set in the environment counts.
+
+    Without torchrun's environment the world is one rank. Raises ConfigError for a layout or device that cannot be.
+    """
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = _choose_device(settings.trainer.device)
+    grid = TrainingGrid(size, rank, settings.parallel.tensor, settings.parallel.pipeline)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return build_world(grid, device, settings.trainer.seed)
+
+
+def build_world(grid: TrainingGrid, device: torch.device, seed: int) -> World:
+    """Collective over all ranks, which must be in torch.distributed already. Makes megatron's groups for `grid`."""
+    if device.type == "cpu":
+        show_cpu_to_megatron()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=grid.tensor, pipeline_model_parallel_size=grid.pipeline, create_gloo_process_groups=False
+    )
+    seed_everything(seed)
+    return World(
+        rank=grid.rank,
+        size=grid.world_size,
+        device=device,
+        grid=grid,
+        everyone=dist.group.WORLD,
+        tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        model_group=parallel_state.get_model_parallel_group(),
+        data_group=parallel_state.get_data_parallel_group(),
+    )
+
+
+def leave_world() -> None:
+    """Tears down megatron's groups and torch.distributed; leaving without this can turn a finished run into exit 1."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
