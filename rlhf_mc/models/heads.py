@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlhf_mc.models.hf_config import ModelShape
 from rlhf_mc.models.transformer import Decoder
-from rlhf_mc.parallel.logprobs import vocabulary_parallel_logprobs
+from rlhf_mc.parallel.logprobs import Banned, vocabulary_parallel_logprobs
 from rlhf_mc.parallel.packing import PackedMicrobatch
 
 
@@ -21,6 +21,21 @@ class TokenLogprobs:
 
     logprobs: Tensor
     entropy: Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the engine drew the tokens, so that the trainer's log-probs are those of the same distribution.
+
+    temperature divides the logits. Before `min_tokens` response tokens, `stop_token_ids` could not be drawn.
+    """
+
+    temperature: float = 1.0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+PLAIN = Sampling()
 
 
 class ValueHead(nn.Module):
@@ -40,7 +55,7 @@ class ValueHead(nn.Module):
         return F.linear(hidden.float(), self.weight).flatten()
 
 
-def token_logprobs(decoder: Decoder, shape: ModelShape, hidden: Tensor, packed: PackedMicrobatch, temperature: float) -> TokenLogprobs:
+def token_logprobs(decoder: Decoder, shape: ModelShape, hidden: Tensor, packed: PackedMicrobatch, sampling: Sampling) -> TokenLogprobs:
     """Collective over the tensor-parallel group. Of the packed targets, from the decoder's hidden states [T', 1, H]."""
     group = decoder.pg_collection.tp
     if decoder.config.sequence_parallel:
@@ -50,7 +65,8 @@ def token_logprobs(decoder: Decoder, shape: ModelShape, hidden: Tensor, packed: 
     real_rows = min(weight.size(0), max(0, shape.vocab - first_row))
     weight = weight if real_rows == weight.size(0) else weight[:real_rows]
     rows = hidden.squeeze(1).index_select(0, packed.rows)
-    return TokenLogprobs(*vocabulary_parallel_logprobs(rows, weight, packed.targets, first_row, temperature, group))
+    banned = Banned(packed.answer_numbers < sampling.min_tokens, sampling.stop_token_ids) if sampling.min_tokens else None
+    return TokenLogprobs(*vocabulary_parallel_logprobs(rows, weight, packed.targets, first_row, sampling.temperature, group, banned))
 
 
 def token_values(decoder: Decoder, hidden: Tensor, packed: PackedMicrobatch) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlhf_mc.batch import SequenceBatch
 from rlhf_mc.config import MicroBatch
-from rlhf_mc.models.heads import TokenLogprobs
+from rlhf_mc.models.heads import PLAIN, Sampling, TokenLogprobs
 from rlhf_mc.models.optimizer import step_optimizer
 from rlhf_mc.models.role import RoleModel
 from rlhf_mc.parallel.megatron_cpu import show_cpu_to_megatron
@@ -74,7 +74,7 @@ def _run_schedule(model: RoleModel, microbatches: list[PackedMicrobatch], loss: 
     )
 
 
-def score(model: RoleModel, batch: SequenceBatch, asked: Asked, budget: MicroBatch) -> Tensor:
+def score(model: RoleModel, batch: SequenceBatch, asked: Asked, budget: MicroBatch, sampling: Sampling = PLAIN) -> Tensor:
     """Collective over all ranks. Forward only, no gradients: float32 on the host, the same on every rank.
 
     asked predicted: [number of tokens in loss_mask], log-probs of those tokens (language head) or values before them (value head).
@@ -85,7 +85,7 @@ def score(model: RoleModel, batch: SequenceBatch, asked: Asked, budget: MicroBat
     result = torch.zeros(packed.num_answers, dtype=torch.float32)
 
     def collect(hidden: Tensor, microbatch: PackedMicrobatch):
-        answers = model.answers(hidden, microbatch)
+        answers = model.answers(hidden, microbatch, sampling)
         numbers = answers.logprobs if isinstance(answers, TokenLogprobs) else answers
         if speaks and not microbatch.fill:
             result[microbatch.slots] = numbers.float().cpu()
@@ -96,7 +96,9 @@ def score(model: RoleModel, batch: SequenceBatch, asked: Asked, budget: MicroBat
     return model.world.sum_over_ranks(result)
 
 
-def accumulate_gradients(model: RoleModel, batch: SequenceBatch, asked: Asked, budget: MicroBatch, loss: Loss) -> dict[str, float]:
+def accumulate_gradients(
+    model: RoleModel, batch: SequenceBatch, asked: Asked, budget: MicroBatch, loss: Loss, sampling: Sampling = PLAIN
+) -> dict[str, float]:
     """Collective over all ranks. Forward and backward of `batch`; gradients are added to what the buckets hold, not yet summed over ranks.
 
     `loss` sees each micro-batch's answers; a fill is weighed 0 here. Returns the sums over all micro-batches of all ranks.
@@ -105,7 +107,7 @@ def accumulate_gradients(model: RoleModel, batch: SequenceBatch, asked: Asked, b
     totals = torch.zeros(len(loss.names), dtype=torch.float64)
 
     def weighed_loss(hidden: Tensor, microbatch: PackedMicrobatch):
-        part = loss.of(model.answers(hidden, microbatch), microbatch)
+        part = loss.of(model.answers(hidden, microbatch, sampling), microbatch)
         counts = model.world.grid.speaks and not microbatch.fill
         if counts:
             totals.add_(torch.stack([part.sums[name].detach().double() for name in loss.names]).cpu())

@@ -12,7 +12,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from rlhf_mc.config import Optim, Settings
-from rlhf_mc.models.heads import TokenLogprobs, ValueHead, token_logprobs, token_values
+from rlhf_mc.models.heads import Sampling, TokenLogprobs, ValueHead, token_logprobs, token_values
 from rlhf_mc.models.hf_config import ModelShape, read_shape
 from rlhf_mc.models.hf_weights import export_hf_weights, load_hf_weights, save_hf_directory
 from rlhf_mc.models.optimizer import build_optimizer, wrap_for_training
@@ -38,7 +38,7 @@ class Role(str, Enum):
 class RoleModel:
     """One role on this rank. Frozen roles have neither `ddp` nor `optimizer`.
 
-    source: the Hugging Face directory it came from.  temperature: divides the logits of a language head; a value head ignores it.
+    source: the Hugging Face directory it came from.
     """
 
     role: Role
@@ -48,7 +48,6 @@ class RoleModel:
     world: World
     decoder: Decoder
     table: RotaryTable
-    temperature: float = 1.0
     ddp: DistributedDataParallel | None = None
     optimizer: MegatronOptimizer | None = None
 
@@ -62,11 +61,11 @@ class RoleModel:
         """Precision of the params (a value head is in fp32 always)."""
         return self.decoder.config.params_dtype
 
-    def answers(self, hidden: Tensor, packed: PackedMicrobatch) -> TokenLogprobs | Tensor:
+    def answers(self, hidden: Tensor, packed: PackedMicrobatch, sampling: Sampling) -> TokenLogprobs | Tensor:
         """Collective over the tensor-parallel group. What the head says at the asked rows: TokenLogprobs, or values float32[n]."""
         if self.head == "value":
             return token_values(self.decoder, hidden, packed)
-        return token_logprobs(self.decoder, self.shape, hidden, packed, self.temperature)
+        return token_logprobs(self.decoder, self.shape, hidden, packed, sampling)
 
     def export(self):
         """Collective over the model group: every rank must take every item. (Hugging Face name, whole tensor)."""
@@ -77,9 +76,7 @@ class RoleModel:
         save_hf_directory(self.export(), self.source, target, self.head == "value", self.dtype, writes=self.world.rank == 0)
 
 
-def build_role(
-    role: Role, head: Head, path: str, settings: Settings, world: World, optim: Optim | None = None, temperature: float = 1.0
-) -> RoleModel:
+def build_role(role: Role, head: Head, path: str, settings: Settings, world: World, optim: Optim | None = None) -> RoleModel:
     """Collective over all ranks. The role's model with the weights at `path`; trained where `optim` is given, else frozen."""
     key = f"{role.value}.path"
     shape = read_shape(path, key)
@@ -93,7 +90,7 @@ def build_role(
     shard = Shard.of(shape, world.grid.tensor, world.grid.tensor_rank, world.grid.pipeline, world.grid.stage, is_value)
     load_hf_weights(decoder, shape, shard, path, key)
     longest = settings.longest_sequence
-    model = RoleModel(role, head, path, shape, world, decoder, rotary_table(shape, longest, world.device, key), temperature)
+    model = RoleModel(role, head, path, shape, world, decoder, rotary_table(shape, longest, world.device, key))
     if optim is None:
         decoder.requires_grad_(False)
     else:

@@ -5,12 +5,30 @@ The logits exist one chunk of tokens at a time, in forward and in backward; what
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 # Logits of one chunk, in elements: bounds the extra memory to about ten times this many bytes.
 _CHUNK_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True)
+class Banned:
+    """positions: bool[n], where `tokens` could not be drawn, as before the minimum length of a response."""
+
+    positions: Tensor
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Scope:
+    first_row: int
+    temperature: float
+    group: dist.ProcessGroup
+    banned_tokens: tuple[int, ...]
 
 
 def _chunks(num_tokens: int, num_rows: int) -> list[slice]:
@@ -25,13 +43,24 @@ def _target_rows(targets: Tensor, first_row: int, num_rows: int) -> tuple[Tensor
     return local.clamp(0, max(0, num_rows - 1)), present
 
 
-def _local_statistics(hidden: Tensor, weight: Tensor, rows: Tensor, present: Tensor, temperature: float) -> Tensor:
-    """float32[4, n]: of this shard's logits x, max m, sum e^(x-m), sum x e^(x-m), and the target's x (0 where absent)."""
-    if weight.size(0) == 0:
-        absent = hidden.new_zeros(4, hidden.size(0), dtype=torch.float32)
+def _logits(hidden: Tensor, weight: Tensor, scope: _Scope, banned: Tensor | None) -> Tensor:
+    """[n, rows] of this shard, at least float32, divided by the temperature, banned entries at -1e30 (finite: 0 * inf is NaN)."""
+    logits = hidden @ weight.t()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if scope.temperature != 1.0:
+        logits = logits.div_(scope.temperature)
+    local = [token - scope.first_row for token in scope.banned_tokens if 0 <= token - scope.first_row < weight.size(0)]
+    if banned is not None and local:
+        logits[:, local] = torch.where(banned[:, None], -1e30, logits[:, local])
+    return logits
+
+
+def _local_statistics(logits: Tensor, rows: Tensor, present: Tensor) -> Tensor:
+    """[4, n]: of this shard's logits x, max m, sum e^(x-m), sum x e^(x-m), and the target's x (0 where absent)."""
+    if logits.size(1) == 0:
+        absent = logits.new_zeros(4, logits.size(0))
         absent[0] = -torch.inf
         return absent
-    logits = (hidden @ weight.t()).float().div_(temperature)
     top = logits.amax(dim=1)
     target = torch.where(present, logits.gather(1, rows[:, None]).squeeze(1), 0.0)
     mass = (logits - top[:, None]).exp_()
@@ -39,7 +68,7 @@ def _local_statistics(hidden: Tensor, weight: Tensor, rows: Tensor, present: Ten
 
 
 def _combine(statistics: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Collective over `group` (tensor-parallel). float32[4, n] of each shard -> of the whole vocabulary."""
+    """Collective over `group` (tensor-parallel). [4, n] of each shard -> of the whole vocabulary."""
     if group.size() == 1:
         return statistics
     top = statistics[0].clone()
@@ -51,53 +80,65 @@ def _combine(statistics: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _VocabularyParallelLogProbs(torch.autograd.Function):
-    """(log-prob of the target, entropy), both float32[n], with a backward that computes the logits again by chunks."""
+    """(log-prob of the target, entropy), both [n], with a backward that computes the logits again by chunks."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, first_row: int, temperature: float, group: dist.ProcessGroup):
-        rows, present = _target_rows(targets, first_row, weight.size(0))
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, banned: Tensor | None, scope: _Scope):
+        rows, present = _target_rows(targets, scope.first_row, weight.size(0))
         parts = [
-            _local_statistics(hidden[c], weight, rows[c], present[c], temperature) for c in _chunks(hidden.size(0), weight.size(0))
+            _local_statistics(_logits(hidden[c], weight, scope, _at(banned, c)), rows[c], present[c])
+            for c in _chunks(hidden.size(0), weight.size(0))
         ]
-        top, mass, weighted, target = _combine(torch.cat(parts, dim=1) if parts else hidden.new_zeros(4, 0).float(), group)
+        top, mass, weighted, target = _combine(torch.cat(parts, dim=1) if parts else hidden.new_zeros(4, 0).float(), scope.group)
         log_normaliser = top + mass.log()
         mean_logit = weighted / mass
-        ctx.save_for_backward(hidden, weight, rows, present, log_normaliser, mean_logit)
-        ctx.temperature, ctx.group = temperature, group
+        ctx.save_for_backward(hidden, weight, rows, present, log_normaliser, mean_logit, banned)
+        ctx.scope = scope
         return target - log_normaliser, log_normaliser - mean_logit
 
     @staticmethod
     def backward(ctx, grad_logprob: Tensor, grad_entropy: Tensor):
-        hidden, weight, rows, present, log_normaliser, mean_logit = ctx.saved_tensors
+        hidden, weight, rows, present, log_normaliser, mean_logit, banned = ctx.saved_tensors
         if weight.size(0) == 0:
-            return torch.zeros_like(hidden), torch.zeros_like(weight), None, None, None, None
+            return torch.zeros_like(hidden), torch.zeros_like(weight), None, None, None
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         with_entropy = bool(grad_entropy.any())
         for c in _chunks(hidden.size(0), weight.size(0)):
             # d logprob / d x_j = [j is target] - p_j;  d entropy / d x_j = -p_j (x_j - mean_logit)
-            logits = (hidden[c] @ weight.t()).float().div_(ctx.temperature)
+            logits = _logits(hidden[c], weight, ctx.scope, _at(banned, c))
             probs = (logits - log_normaliser[c, None]).exp_()
+            slope = grad_logprob[c, None]
             if with_entropy:
-                slope = grad_logprob[c, None] + grad_entropy[c, None] * logits.sub_(mean_logit[c, None])
-            else:
-                slope = grad_logprob[c, None]
+                slope = slope + grad_entropy[c, None] * logits.sub_(mean_logit[c, None])
             grad = probs.mul_(slope).neg_()
             grad.scatter_add_(1, rows[c, None], torch.where(present[c], grad_logprob[c], 0.0)[:, None])
-            grad = grad.div_(ctx.temperature).to(hidden.dtype)
+            grad = grad.div_(ctx.scope.temperature).to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[c])
             if grad_weight is not None:
                 grad_weight.addmm_(grad.t(), hidden[c])
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _at(banned: Tensor | None, chunk: slice) -> Tensor | None:
+    return None if banned is None else banned[chunk]
 
 
 def vocabulary_parallel_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, first_row: int, temperature: float, group: dist.ProcessGroup
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    first_row: int,
+    temperature: float,
+    group: dist.ProcessGroup,
+    banned: Banned | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Collective over `group` (tensor-parallel). Log-prob of each target and entropy of each distribution.
 
     hidden [n, H], the same on all ranks of the group; its gradient is this rank's part, to be summed over the group.
     weight [rows, H]: this rank's rows of the output layer from vocabulary row `first_row`, without padding (may be empty).
-    targets int64[n].  temperature divides the logits.  Returns float32[n], float32[n].
+    targets int64[n].  temperature divides the logits.  banned: tokens that could not be drawn at some positions.
+    Returns float32[n], float32[n] (float64 for float64 input).
     """
-    return _VocabularyParallelLogProbs.apply(hidden, weight, targets, first_row, temperature, group)
+    scope = _Scope(first_row, temperature, group, () if banned is None else banned.tokens)
+    return _VocabularyParallelLogProbs.apply(hidden, weight, targets, None if banned is None else banned.positions, scope)

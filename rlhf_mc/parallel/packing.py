@@ -31,6 +31,7 @@ class PackedMicrobatch:
     sequences: for the attention.
     rows: int64[n], where the hidden states lie that answer: before each predicted token, or at each last token.
     targets: int64[n], the predicted tokens (for "last": the last tokens themselves, unused).
+    answer_numbers: int64[n], 0 for the first answer of each sequence, 1 for its second, and so on.
     slots: int64[n] on the host, where the answers go in the whole batch: in the order of its predicted tokens, or of its sequences.
     sequence_ids: int64[n] on the host, which sequence of the batch each answer belongs to.
     fill: the micro-batch repeats another's sequence and must weigh nothing.
@@ -40,6 +41,7 @@ class PackedMicrobatch:
     sequences: PackedSequences
     rows: Tensor
     targets: Tensor
+    answer_numbers: Tensor
     slots: Tensor
     sequence_ids: Tensor
     fill: bool
@@ -79,7 +81,8 @@ class PackedBatch:
             rows = wanted = lengths.cumsum(0) - 1
         targets = tokens[wanted]
         counts = self.counts[index]
-        slots = self.slot_offsets[:-1][index].repeat_interleave(counts) + ragged_arange(counts)
+        answer_numbers = ragged_arange(counts)
+        slots = self.slot_offsets[:-1][index].repeat_interleave(counts) + answer_numbers
         padding = -tokens.numel() % multiple
         if padding:
             tokens = torch.cat([tokens, tokens.new_zeros(padding)])
@@ -89,6 +92,7 @@ class PackedBatch:
             sequences=pack_sequences(lengths, table.cos, table.sin, device),
             rows=rows.to(device),
             targets=targets.to(device),
+            answer_numbers=answer_numbers.to(device),
             slots=slots,
             sequence_ids=index.repeat_interleave(counts),
             fill=planned.fill,
