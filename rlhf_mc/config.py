@@ -200,7 +200,7 @@ class Reward:
     timeout_seconds: float = 10.0  #: time for one call; then its worker is killed
     max_error_rate: float = 0.1  #: share of failed calls above which the run stops
     truncated: Literal["score", "penalise", "mask"] = "score"  #: what a response cut at rollout.max_tokens gets
-    truncation_penalty: float = -1.0  #: what truncated=penalise gives it
+    truncation_penalty: float = -1.0  #: what truncated=penalise adds to its score
 
     def check(self, key: str) -> None:
         _check(self.num_workers >= 1, f"{key}.num_workers: {self.num_workers} is not positive")
