@@ -17,7 +17,7 @@ reference's; `scores` has one number a sequence, `rewards` one a response token,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -118,6 +118,11 @@ class RolloutBatch:
         return self.prompt_lengths + self.response_lengths
 
     @property
+    def sequences(self) -> SequenceBatch:
+        """The same sequences with their response tokens to be predicted: a number asked of a model for each is [R]."""
+        return SequenceBatch(self.tokens, self.lengths, self.response_mask)
+
+    @property
     def response_mask(self) -> Tensor:
         """bool[T], true at response tokens; masked values [T] come out in response order [R]."""
         return ragged_arange(self.lengths) >= self.prompt_lengths.repeat_interleave(self.lengths)
@@ -162,6 +167,44 @@ class Experience:
     def __len__(self) -> int:
         return len(self.rollout)
 
-    def replace(self, **changes: Any) -> Experience:
-        """A copy with some fields changed."""
-        return replace(self, **changes)
+    def select(self, indices: Tensor) -> TrainingSlice:
+        """What one mini-batch trains on: the sequences `indices` (int64), in that order."""
+        rollout = self.rollout
+
+        def chosen(values: Tensor) -> Tensor:
+            return gather_segments(values, rollout.response_lengths, indices)
+
+        return TrainingSlice(
+            sequences=SequenceBatch(
+                tokens=gather_segments(rollout.tokens, rollout.lengths, indices),
+                lengths=rollout.lengths[indices],
+                loss_mask=gather_segments(rollout.response_mask, rollout.lengths, indices),
+            ),
+            old_logprobs=chosen(self.old_logprobs),
+            ref_logprobs=chosen(self.ref_logprobs),
+            values=chosen(self.values),
+            advantages=chosen(self.advantages),
+            returns=chosen(self.returns),
+            loss_mask=chosen(self.loss_mask),
+        )
+
+
+@dataclass(frozen=True)
+class TrainingSlice:
+    """Some sequences of an Experience, as an optimizer step takes them. R is of these sequences only; all on the host.
+
+    sequences: with the response tokens to be predicted.  The rest: [R], as in Experience.
+    """
+
+    sequences: SequenceBatch
+    old_logprobs: Tensor
+    ref_logprobs: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    loss_mask: Tensor
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Response tokens that count: the one denominator of the loss, the same on every rank."""
+        return int(self.loss_mask.sum())

@@ -7,7 +7,6 @@ token or sequence, in the batch's order, the same on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -17,37 +16,18 @@ from torch import Tensor
 from rlhf_mc.batch import SequenceBatch
 from rlhf_mc.config import MicroBatch
 from rlhf_mc.models.heads import PLAIN, Sampling, TokenLogprobs
+from rlhf_mc.models.loss import Loss
 from rlhf_mc.models.optimizer import step_optimizer
 from rlhf_mc.models.role import RoleModel
 from rlhf_mc.parallel.megatron_cpu import show_cpu_to_megatron
 from rlhf_mc.parallel.microbatches import plan_microbatches
 from rlhf_mc.parallel.packing import Asked, PackedBatch, PackedMicrobatch
 
-Answers = TokenLogprobs | Tensor
-
-
-@dataclass(frozen=True)
-class LossSum:
-    """loss: scalar, the part of the global loss that a micro-batch adds (already divided by global counts).
-
-    sums: name -> scalar, whatever is to be summed over all micro-batches of all ranks.
-    """
-
-    loss: Tensor
-    sums: dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Loss:
-    """of: the LossSum of one micro-batch's answers.  names: of its sums, known on every rank, also on those without a head."""
-
-    names: tuple[str, ...]
-    of: Callable[[Answers, PackedMicrobatch], LossSum]
-
-
-def _microbatches(model: RoleModel, batch: SequenceBatch, asked: Asked, budget: MicroBatch) -> tuple[list[PackedMicrobatch], PackedBatch]:
+def _microbatches(
+    model: RoleModel, batch: SequenceBatch, asked: Asked, budget: MicroBatch, together: int = 1
+) -> tuple[list[PackedMicrobatch], PackedBatch]:
     world = model.world
-    plan = plan_microbatches(batch.lengths.tolist(), budget, world.grid.data)[world.grid.data_rank]
+    plan = plan_microbatches(batch.lengths.tolist(), budget, world.grid.data, together)[world.grid.data_rank]
     packed = PackedBatch.of(batch, asked)
     multiple = world.grid.tensor
     return [packed.pack(p, multiple, model.table, world.device) for p in plan], packed
@@ -97,13 +77,20 @@ def score(model: RoleModel, batch: SequenceBatch, asked: Asked, budget: MicroBat
 
 
 def accumulate_gradients(
-    model: RoleModel, batch: SequenceBatch, asked: Asked, budget: MicroBatch, loss: Loss, sampling: Sampling = PLAIN
+    model: RoleModel,
+    batch: SequenceBatch,
+    asked: Asked,
+    budget: MicroBatch,
+    loss: Loss,
+    sampling: Sampling = PLAIN,
+    together: int = 1,
 ) -> dict[str, float]:
     """Collective over all ranks. Forward and backward of `batch`; gradients are added to what the buckets hold, not yet summed over ranks.
 
-    `loss` sees each micro-batch's answers; a fill is weighed 0 here. Returns the sums over all micro-batches of all ranks.
+    `loss` sees each micro-batch's answers; a fill is weighed 0 here. `together` neighbouring sequences (the two of a pair)
+    always share a micro-batch. Returns the sums over all micro-batches of all ranks.
     """
-    microbatches, _ = _microbatches(model, batch, asked, budget)
+    microbatches, _ = _microbatches(model, batch, asked, budget, together)
     totals = torch.zeros(len(loss.names), dtype=torch.float64)
 
     def weighed_loss(hidden: Tensor, microbatch: PackedMicrobatch):

@@ -62,22 +62,30 @@ def _by_count(lengths: Sequence[int], count: int, num_ranks: int) -> list[list[i
     return [[i for i in range(b, len(lengths), num_bins)] for b in range(num_bins)]
 
 
-def plan_microbatches(lengths: Sequence[int], budget: MicroBatch, num_ranks: int) -> list[list[PlannedMicrobatch]]:
+def plan_microbatches(
+    lengths: Sequence[int], budget: MicroBatch, num_ranks: int, together: int = 1
+) -> list[list[PlannedMicrobatch]]:
     """For each of `num_ranks` data-parallel ranks, its micro-batches.
 
-    Invariants: every sequence is in exactly one micro-batch that is not a fill; no micro-batch exceeds the budget;
-    all ranks have the same number of micro-batches, at least one; the plan depends on the arguments only.
-    A sequence longer than the budget is a ValueError that names it. `lengths` must not be empty.
+    Invariants: every sequence is in exactly one micro-batch that is not a fill; `together` neighbouring sequences (from
+    a multiple of it) share one; no micro-batch exceeds the budget; all ranks have the same number of micro-batches, at
+    least one; the plan depends on the arguments only.
+    A sequence (or neighbours together) longer than the budget is a ValueError that names it. `lengths` must not be empty,
+    nor have a remainder by `together`.
     """
-    if not lengths:
-        raise ValueError("cannot plan micro-batches of an empty batch")
+    if not lengths or len(lengths) % together:
+        raise ValueError(f"cannot plan micro-batches of {len(lengths)} sequences, {together} together")
+    units = [sum(lengths[u : u + together]) for u in range(0, len(lengths), together)]
     if budget.sequences is not None:
-        bins = _by_count(lengths, budget.sequences, num_ranks)
+        bins = _by_count(units, max(1, budget.sequences // together), num_ranks)
     else:
-        bins = _by_tokens(lengths, budget.tokens, num_ranks)
-    filled = sorted((b for b in bins if b), key=lambda b: (-sum(lengths[i] for i in b), b))
-    microbatches = [PlannedMicrobatch(tuple(sorted(b))) for b in filled]
-    shortest = min(range(len(lengths)), key=lambda i: (lengths[i], i))
-    missing = -len(microbatches) % num_ranks
-    microbatches += [PlannedMicrobatch((shortest,), fill=True)] * missing
+        bins = _by_tokens(units, budget.tokens, num_ranks)
+    filled = sorted((b for b in bins if b), key=lambda b: (-sum(units[u] for u in b), b))
+    shortest = min(range(len(units)), key=lambda u: (units[u], u))
+    microbatches = [PlannedMicrobatch(_members(b, together)) for b in filled]
+    microbatches += [PlannedMicrobatch(_members([shortest], together), fill=True)] * (-len(microbatches) % num_ranks)
     return [microbatches[rank::num_ranks] for rank in range(num_ranks)]
+
+
+def _members(units: list[int], together: int) -> tuple[int, ...]:
+    return tuple(u * together + k for u in sorted(units) for k in range(together))

@@ -1,0 +1,93 @@
+"""How each of the three programs starts and ends, alike on every rank: settings checked first, then the world, then the work.
+
+Nothing heavy is imported until the settings hold, so that a typing error costs a second. A wrong setting ends every rank
+with exit status 2; an error on one rank is printed with its number and ends the job with status 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rlhf_mc.config import ConfigError, Program, Settings
+from rlhf_mc.recipe import check_files, load_settings, to_yaml
+
+if TYPE_CHECKING:
+    from rlhf_mc.parallel.world import World
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    """Asks Linux to end this rank when torchrun dies: a killed torchrun otherwise leaves its workers behind."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _quiet_libraries() -> None:
+    """megatron-core warns at import, once a file, that TransformerEngine and apex are absent; start says it once instead."""
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*", module="megatron.*")
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # Without it, a rank's share of the cores is set by what torchrun puts in OMP_NUM_THREADS, which is 1.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _checked_settings(program: Program, argv: list[str] | None) -> Settings | None:
+    """The settings, or None where the command line only asked to see or check them. Raises ConfigError."""
+    settings, command = load_settings(argv, program)
+    if command.print_config:
+        print(to_yaml(settings))
+        return None
+    settings.check(program, int(os.environ.get("WORLD_SIZE", "1")))
+    check_files(settings, program)
+    if command.dry_run:
+        print(to_yaml(settings))
+        print(f"rlhf_mc: {program}: settings and files are in order")
+        return None
+    return settings
+
+
+def _use_share_of_cores() -> None:
+    """Threads of this rank: its share of the host's cores, unless OMP_NUM_THREADS says otherwise on purpose."""
+    import torch
+
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
+
+
+def run_program(program: Program, work: Callable[[Settings, World], None], argv: list[str] | None = None) -> None:
+    """Runs `work` in a world made from the command line; ends the process with its status."""
+    rank = int(os.environ.get("RANK", "0"))
+    _die_with_parent()
+    _quiet_libraries()
+    try:
+        settings = _checked_settings(program, argv)
+        if settings is None:
+            sys.exit(0)
+        _use_share_of_cores()
+        from rlhf_mc.parallel.world import join_world, leave_world
+
+        work(settings, join_world(settings))
+    except ConfigError as error:
+        _end(f"rlhf_mc: {program}: {error}", 2)
+    except Exception:
+        _end(f"rlhf_mc: {program}: error on rank {rank}:\n{traceback.format_exc()}", 1)
+    with contextlib.suppress(Exception):
+        leave_world()
+
+
+def _end(message: str, status: int) -> None:
+    """Prints and leaves at once. Not sys.exit: other ranks may be waiting in a collective that will not come, and
+    tearing down a process group then waits for them; torchrun ends them when this rank is gone."""
+    print(message, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(status)

@@ -1,0 +1,48 @@
+"""Evaluate: greedy answers to held-out prompts, scored by the reward functions and the reward model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from rlhf_mc.batch import Experience
+from rlhf_mc.models.role import Role
+from rlhf_mc.stages.make_experience import generate, score_with
+from rlhf_mc.stages.score_functions import collect_functions, submit_functions
+from rlhf_mc.stages.start import Run
+from rlhf_mc.stages.sync_weights import sync_weights
+from rlhf_mc.tracking import SampleRow
+
+
+def evaluate(run: Run, iteration: int) -> dict[str, float]:
+    """Collective over all ranks. val/NAME for each reward function, val/reward_model, val/response_length; {} without held-out prompts.
+
+    Syncs the weights first; afterwards the engine is asleep and the trainer is off the device.
+    """
+    if run.validation is None:
+        return {}
+    sync_weights(run)
+    with run.clock.stage("evaluate"):
+        rollout = generate(run, run.validation.all(), replace(run.settings.rollout, samples_per_prompt=1), iteration, greedy=True)
+        results = collect_functions(run, submit_functions(run, rollout))
+        metrics = {f"val/{r.function.label}": torch.tensor(r.values).nanmean().item() for r in results.functions}
+        metrics["val/response_length"] = rollout.response_lengths.float().mean().item()
+        if Role.REWARD in run.roles:
+            metrics["val/reward_model"] = score_with(run, Role.REWARD, rollout, "last").mean().item()
+    return metrics
+
+
+def sample_rows(run: Run, experience: Experience) -> list[SampleRow]:
+    """The first few samples of an iteration, as a person reads them."""
+    rollout, decode = experience.rollout, run.tokenizer.decode
+    return [
+        SampleRow(
+            prompt=decode(rollout.prompt(b)),
+            response=decode(rollout.response(b)),
+            score=float(experience.scores[b]),
+            parts={name: float(values[b]) for name, values in experience.reward_parts.items()},
+            finish_reason=rollout.stop_reasons[b],
+        )
+        for b in range(min(len(rollout), run.settings.trainer.num_sample_rows))
+    ]

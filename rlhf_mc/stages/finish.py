@@ -1,0 +1,25 @@
+"""Finish: the trained models are written, and the run is summed up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf_mc.models.role import Role
+from rlhf_mc.offload import Part
+from rlhf_mc.stages.start import Run
+from rlhf_mc.tracking import Comparison
+
+
+def finish(run: Run, before: dict[str, float], after: dict[str, float]) -> None:
+    """Collective over all ranks. Actor and critic as Hugging Face directories, the ledger's table, before and after."""
+    output = Path(run.settings.trainer.output_dir)
+    for role in (Role.ACTOR, Role.CRITIC):
+        with run.clock.stage("save"), run.residency.on_device(role, Part.PARAMS):
+            run.roles[role].save(str(output / role.value))
+    run.residency.all_off()
+    run.tracker.say(f"bytes moved by offload\n{run.residency.ledger.table()}")
+    names = {name: None for name in (*before, *after)}
+    rows = [Comparison(name.removeprefix("val/"), before.get(name), after.get(name)) for name in names]
+    run.tracker.before_and_after("Held-out prompts, greedy", rows)
+    run.clock.write_trace(output / f"trace_rank{run.world.rank}.json")
+    run.tracker.say(f"results are in {output.resolve()}: actor/ and critic/ (Hugging Face), metrics.jsonl, samples.jsonl, summary.json")

@@ -1,0 +1,15 @@
+"""What is logged of an iteration beside the losses: rollout, offload, time and memory."""
+
+from __future__ import annotations
+
+from rlhf_mc.batch import Experience
+from rlhf_mc.stages.start import Run
+from rlhf_mc.tracking import rollout_metrics
+
+
+def iteration_metrics(run: Run, experience: Experience) -> dict[str, float]:
+    """verl's names where verl has one; closes the clock's and the ledger's iteration."""
+    metrics = rollout_metrics(experience)
+    metrics["actor/kl_coef"] = run.kl.coef
+    metrics |= run.residency.ledger.metrics()
+    return metrics | run.clock.metrics(int(experience.rollout.lengths.sum()), run.world.size)

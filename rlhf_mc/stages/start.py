@@ -1,0 +1,177 @@
+"""Start: everything that a PPO run is made of, built once and in an order that shows bad input before heavy work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_mc.algorithms.kl import KLController
+from rlhf_mc.config import Settings
+from rlhf_mc.data import Encoder, PretrainText, PromptSource, check_same_vocabulary, load_tokenizer, read_rows
+from rlhf_mc.models.heads import Sampling
+from rlhf_mc.models.hf_config import read_shape
+from rlhf_mc.models.optimizer import kernels_in_use
+from rlhf_mc.models.role import Role, RoleModel, build_role
+from rlhf_mc.offload import Ledger, ModelState, Part, Residency
+from rlhf_mc.parallel.grids import RolloutGrid
+from rlhf_mc.parallel.world import World
+from rlhf_mc.pipeline.engine import Engine, stop_token_ids
+from rlhf_mc.rewards.pool import RewardPool
+from rlhf_mc.tracking import StageClock, Tracker
+
+TRAINING = Part.PARAMS | Part.GRADS | Part.MAIN_PARAMS | Part.OPTIMIZER
+
+
+@dataclass
+class Run:
+    """One PPO run on this rank. Only `kl` and `weight_version` change from iteration to iteration (and what the models hold).
+
+    roles: the models by role; the reward model is absent where only functions pay.
+    sampling: how the engine draws tokens, for the trainer's log-probs.  weight_version: updates of the actor so far.
+    """
+
+    settings: Settings
+    world: World
+    tracker: Tracker
+    clock: StageClock
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptSource
+    validation: PromptSource | None
+    ptx: PretrainText | None
+    roles: dict[Role, RoleModel]
+    residency: Residency
+    engine: Engine
+    rollout_grid: RolloutGrid
+    reward_pool: RewardPool
+    sampling: Sampling
+    kl: KLController
+    weight_version: int = 0
+
+    @property
+    def actor(self) -> RoleModel:
+        """The policy."""
+        return self.roles[Role.ACTOR]
+
+    @property
+    def critic(self) -> RoleModel:
+        """The value model."""
+        return self.roles[Role.CRITIC]
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of one rollout."""
+        return self.settings.data.prompts_per_iteration * self.settings.rollout.samples_per_prompt
+
+    @property
+    def num_minibatches(self) -> int:
+        """Optimizer steps of one epoch over a rollout."""
+        return self.num_sequences // (self.settings.algorithm.mini_batch_sequences or self.num_sequences)
+
+
+def _prompt_source(files: list[str], key: str, encoder: Encoder, settings: Settings, tracker: Tracker) -> PromptSource:
+    data = settings.data
+    source = PromptSource(
+        read_rows(files, key),
+        encoder,
+        prompts_per_iteration=data.prompts_per_iteration,
+        max_prompt_tokens=data.max_prompt_tokens,
+        seed=settings.trainer.seed,
+        shuffle=data.shuffle,
+    )
+    tracker.say(f"{key}: {source.report}")
+    return source
+
+
+def _ptx_source(encoder: Encoder, settings: Settings, num_sequences: int) -> PretrainText | None:
+    if not settings.actor.ptx_coef:
+        return None
+    return PretrainText(
+        read_rows(settings.data.ptx, "data.ptx"),
+        encoder,
+        batch_size=settings.algorithm.mini_batch_sequences or num_sequences,
+        max_tokens=settings.longest_sequence,
+        seed=settings.trainer.seed,
+        shuffle=settings.data.shuffle,
+    )
+
+
+def role_paths(settings: Settings) -> dict[Role, str]:
+    """The Hugging Face directory that each role starts from. The critic starts from the reward model unless named."""
+    paths = {
+        Role.ACTOR: settings.actor.path,
+        Role.CRITIC: settings.critic.path or settings.reward_model.path,
+        Role.REFERENCE: settings.reference.path or settings.actor.path,
+        Role.REWARD: settings.reward_model.path,
+    }
+    return {role: path for role, path in paths.items() if path is not None}
+
+
+def check_models(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ConfigError for a model that cannot be split as asked, or whose vocabulary is not the actor's. Reads no weights."""
+    for role, path in role_paths(settings).items():
+        key = f"{role.value}.path"
+        read_shape(path, key).check_layout(settings.parallel.tensor, settings.parallel.pipeline, key)
+        if path != settings.actor.path:
+            other = load_tokenizer(path, settings.trainer.trust_remote_code)
+            check_same_vocabulary(tokenizer, other, "actor.path", key)
+
+
+def _build_roles(settings: Settings, world: World, tracker: Tracker) -> dict[Role, RoleModel]:
+    """Collective over all ranks."""
+    trained = {Role.ACTOR: settings.actor.optim, Role.CRITIC: settings.critic.optim}
+    roles = {}
+    for role, path in role_paths(settings).items():
+        tracker.say(f"{role.value}: weights from {path}")
+        head = "value" if role in (Role.CRITIC, Role.REWARD) else "language"
+        roles[role] = build_role(role, head, path, settings, world, trained.get(role))
+    return roles
+
+
+@contextmanager
+def start_ppo(settings: Settings, world: World) -> Iterator[Run]:
+    """Collective over all ranks. The run, closed at the end: engine, reward workers, trackers."""
+    with ExitStack() as stack:
+        tracker = stack.enter_context(Tracker(settings, world.rank, settings.trainer.iterations))
+        tokenizer = load_tokenizer(settings.actor.path, settings.trainer.trust_remote_code)
+        check_models(settings, tokenizer)
+        encoder = Encoder(tokenizer, chat_template=settings.data.chat_template)
+        prompts = _prompt_source(settings.data.train, "data.train", encoder, settings, tracker)
+        validation = None
+        if settings.data.validation:
+            validation = _prompt_source(settings.data.validation, "data.validation", encoder, settings, tracker)
+        reward = settings.reward
+        pool = stack.enter_context(RewardPool(reward.functions, reward.num_workers, reward.timeout_seconds, reward.max_error_rate))
+        tracker.say(f"{world.size} ranks on {world.device.type}, {settings.trainer.dtype}; {kernels_in_use(world.device)}")
+        roles = _build_roles(settings, world, tracker)
+        states = [ModelState.of(model) for model in roles.values()]
+        residency = Residency(world, states, Ledger(), enabled=settings.offload.enabled)
+        residency.all_off()
+        tracker.say("engine: starting vLLM")
+        stops = stop_token_ids(settings.actor.path, tokenizer.eos_token_id)
+        grid = RolloutGrid(world.size, world.rank, settings.rollout.tensor_parallel)
+        engine = Engine(
+            settings.actor.path, settings.rollout, settings.trainer.dtype, grid, settings.trainer.seed, settings.data.max_prompt_tokens, stops
+        )
+        stack.callback(engine.close)
+        run = Run(
+            settings=settings,
+            world=world,
+            tracker=tracker,
+            clock=StageClock(world.device, world.rank),
+            tokenizer=tokenizer,
+            prompts=prompts,
+            validation=validation,
+            ptx=None,
+            roles=roles,
+            residency=residency,
+            engine=engine,
+            rollout_grid=grid,
+            reward_pool=pool,
+            sampling=Sampling(settings.rollout.temperature, settings.rollout.min_tokens, tuple(stops)),
+            kl=KLController.from_settings(settings.algorithm.kl),
+        )
+        run.ptx = _ptx_source(encoder, settings, run.num_sequences)
+        yield run

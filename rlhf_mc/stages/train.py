@@ -1,0 +1,158 @@
+"""Train: the critic, then the actor, on the experience of one iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy
+import torch
+
+from rlhf_mc.algorithms.losses import entropy_loss, kl_loss, language_model_loss, policy_loss, value_loss
+from rlhf_mc.algorithms.schedule import lr_at
+from rlhf_mc.batch import Experience, TrainingSlice
+from rlhf_mc.config import Actor, Critic
+from rlhf_mc.models.loss import Loss, LossSum
+from rlhf_mc.models.passes import accumulate_gradients, update, zero_gradients
+from rlhf_mc.models.role import Role, RoleModel
+from rlhf_mc.stages.start import TRAINING, Run
+
+POLICY_STATS = ("pg_loss", "ppo_kl", "ratio", "pg_clipfrac", "pg_clipfrac_lower", "ratio_clipped_low", "ratio_clipped_high", "entropy")
+VALUE_STATS = ("vf_loss", "vf_clipfrac", "vpred_mean")
+
+
+def mini_batches(run: Run, experience: Experience, iteration: int, epoch: int) -> Iterator[TrainingSlice]:
+    """The mini-batches of one epoch: a permutation that is a pure function of (seed, iteration, epoch), cut evenly."""
+    seed = numpy.random.SeedSequence((run.settings.trainer.seed, iteration, epoch)).generate_state(1)
+    generator = torch.Generator().manual_seed(int(seed[0]))
+    order = torch.randperm(len(experience), generator=generator)
+    for indices in order.chunk(run.num_minibatches):
+        yield experience.select(indices.sort().values)
+
+
+def _steps(run: Run, experience: Experience, iteration: int) -> Iterator[tuple[int, TrainingSlice]]:
+    """(number of the optimizer step in the whole run, its mini-batch) for all epochs of one iteration."""
+    epochs = run.settings.algorithm.epochs
+    step = iteration * epochs * run.num_minibatches
+    for epoch in range(epochs):
+        for mini_batch in mini_batches(run, experience, iteration, epoch):
+            if mini_batch.num_trained_tokens:
+                yield step, mini_batch
+            step += 1
+
+
+def _learning_rate(run: Run, section: Actor | Critic, step: int) -> float:
+    return lr_at(step, run.settings.trainer.iterations * run.settings.algorithm.epochs * run.num_minibatches, section.optim)
+
+
+def train(run: Run, experience: Experience, iteration: int) -> dict[str, float]:
+    """Collective over all ranks. Critic, then actor (which rests while the critic warms up); metrics of both."""
+    with run.clock.stage("update_critic"), run.residency.on_device(Role.CRITIC, TRAINING):
+        metrics = train_critic(run, experience, iteration)
+    if iteration >= run.settings.critic.warmup_iterations:
+        with run.clock.stage("update_actor"), run.residency.on_device(Role.ACTOR, TRAINING):
+            metrics |= train_actor(run, experience, iteration)
+        run.weight_version += 1
+    return metrics
+
+
+def train_critic(run: Run, experience: Experience, iteration: int) -> dict[str, float]:
+    """Collective over all ranks. Clipped regression of the values on the returns."""
+    section = run.settings.critic
+    meter = _Meter("critic")
+    for step, mini_batch in _steps(run, experience, iteration):
+        zero_gradients(run.critic)
+        loss = critic_loss(mini_batch, section, run.critic)
+        sums = accumulate_gradients(run.critic, mini_batch.sequences, "predicted", section.micro_batch, loss)
+        lr = _learning_rate(run, section, step)
+        meter.add(sums, mini_batch.num_trained_tokens, grad_norm=update(run.critic, lr), lr=lr)
+    return meter.means()
+
+
+def train_actor(run: Run, experience: Experience, iteration: int) -> dict[str, float]:
+    """Collective over all ranks. Clipped policy gradient, with entropy bonus, KL loss and pretraining text where asked."""
+    section = run.settings.actor
+    meter = _Meter("actor")
+    for step, mini_batch in _steps(run, experience, iteration):
+        zero_gradients(run.actor)
+        loss = actor_loss(run, mini_batch)
+        sums = accumulate_gradients(run.actor, mini_batch.sequences, "predicted", section.micro_batch, loss, run.sampling)
+        extra = accumulate_ptx(run, step) if run.ptx else {}
+        lr = _learning_rate(run, section, step)
+        meter.add(sums, mini_batch.num_trained_tokens, grad_norm=update(run.actor, lr), lr=lr, **extra)
+    return meter.means()
+
+
+def critic_loss(mini_batch: TrainingSlice, section: Critic, model: RoleModel) -> Loss:
+    """The clipped value loss of `mini_batch`, over its one global count of tokens."""
+    count, device = mini_batch.num_trained_tokens, model.world.device
+    old, returns, mask = (x.to(device) for x in (mini_batch.values, mini_batch.returns, mini_batch.loss_mask))
+
+    def of(values, packed) -> LossSum:
+        at = packed.slots.to(device)
+        sums = value_loss(values, old[at], returns[at], mask[at], section.value_clip)
+        return LossSum(sums.loss / count, sums.stats)
+
+    return Loss(VALUE_STATS, of)
+
+
+def actor_loss(run: Run, mini_batch: TrainingSlice) -> Loss:
+    """The policy loss of `mini_batch`, over its one global count of tokens, with entropy and KL added as configured."""
+    section, kl = run.settings.actor, run.settings.algorithm.kl
+    count, device = mini_batch.num_trained_tokens, run.world.device
+    old, ref, advantages, mask = (
+        x.to(device) for x in (mini_batch.old_logprobs, mini_batch.ref_logprobs, mini_batch.advantages, mini_batch.loss_mask)
+    )
+
+    def of(answers, packed) -> LossSum:
+        at = packed.slots.to(device)
+        new = answers.logprobs
+        sums = policy_loss(new, old[at], advantages[at], mask[at], section.clip_ratio_low, section.clip_ratio_high, section.dual_clip)
+        sums = sums.plus(entropy_loss(answers.entropy, mask[at]), weight=section.entropy_coef)
+        if kl.use == "loss":
+            sums = sums.plus(kl_loss(new, ref[at], mask[at], kl.estimator), weight=run.kl.coef)
+        return LossSum(sums.loss / count, sums.stats)
+
+    return Loss(POLICY_STATS + (("kl_loss",) if kl.use == "loss" else ()), of)
+
+
+def accumulate_ptx(run: Run, step: int) -> dict[str, float]:
+    """Collective over all ranks. Adds the gradient of the language-model loss on pretraining text (arXiv:2203.02155), times its coefficient."""
+    batch = run.ptx.batch(step)
+    count, coef = int(batch.loss_mask.sum()), run.settings.actor.ptx_coef
+
+    def of(answers, packed) -> LossSum:
+        sums = language_model_loss(answers.logprobs, torch.ones_like(packed.targets, dtype=torch.bool))
+        return LossSum(coef * sums.loss / count, sums.stats)
+
+    sums = accumulate_gradients(run.actor, batch, "predicted", run.settings.actor.micro_batch, Loss(("lm_loss",), of))
+    return {"ptx_loss": sums["lm_loss"] / count}
+
+
+class _Meter:
+    """Means over the optimizer steps of one iteration: of what is summed over tokens, by token; of the rest, by step."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.tokens = 0
+        self.steps = 0
+        self.by_token: dict[str, float] = {}
+        self.by_step: dict[str, float] = {}
+        self.last_lr = 0.0
+
+    def add(self, sums: dict[str, float], num_tokens: int, lr: float, **values: float) -> None:
+        """One optimizer step: sums over its `num_tokens` tokens, and values of the step as a whole."""
+        self.tokens += num_tokens
+        self.steps += 1
+        self.last_lr = lr
+        for name, value in sums.items():
+            self.by_token[name] = self.by_token.get(name, 0.0) + value
+        for name, value in values.items():
+            self.by_step[name] = self.by_step.get(name, 0.0) + value
+
+    def means(self) -> dict[str, float]:
+        """prefix/name -> mean; empty where every step was skipped for want of tokens that train."""
+        if not self.steps:
+            return {}
+        means = {name: total / self.tokens for name, total in self.by_token.items()}
+        means |= {name: total / self.steps for name, total in self.by_step.items()}
+        return {f"{self.prefix}/{name}": value for name, value in (means | {"lr": self.last_lr}).items()}

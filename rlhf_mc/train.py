@@ -1,0 +1,40 @@
+"""PPO: torchrun -m rlhf_mc.train --config FILE [key=value ...]. The loop below is the algorithm; each line of it is a stage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlhf_mc.launch import run_program
+
+if TYPE_CHECKING:
+    from rlhf_mc.config import Settings
+    from rlhf_mc.parallel.world import World
+
+
+def ppo(settings: Settings, world: World) -> None:
+    """Collective over all ranks: the whole run."""
+    # Imported here, after the settings were checked: vLLM and megatron-core take many seconds.
+    from rlhf_mc.stages.evaluate import evaluate, sample_rows
+    from rlhf_mc.stages.finish import finish
+    from rlhf_mc.stages.make_experience import make_experience
+    from rlhf_mc.stages.metrics import iteration_metrics
+    from rlhf_mc.stages.start import start_ppo
+    from rlhf_mc.stages.sync_weights import sync_weights
+    from rlhf_mc.stages.train import train
+
+    trainer = settings.trainer
+    with start_ppo(settings, world) as run:
+        before = evaluate(run, iteration=0)
+        for iteration in range(trainer.iterations):
+            sync_weights(run)
+            experience = make_experience(run, iteration)
+            metrics = train(run, experience, iteration)
+            if trainer.evaluate_every and (iteration + 1) % trainer.evaluate_every == 0:
+                metrics |= evaluate(run, iteration + 1)
+            run.tracker.samples(iteration, sample_rows(run, experience), show=iteration == 0)
+            run.tracker.log(iteration, metrics | iteration_metrics(run, experience))
+        finish(run, before, after=evaluate(run, trainer.iterations))
+
+
+if __name__ == "__main__":
+    run_program("train", ppo)
