@@ -40,7 +40,8 @@ def wrap_for_training(decoder: nn.Module, distributed_optimizer: bool) -> Distri
     return DistributedDataParallel(decoder.config, config, decoder)
 
 
-def _torch_adams(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """What steps the params inside megatron's optimizer; none on a rank without params of its own."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part.optimizer for part in parts if part.optimizer is not None]
 
@@ -73,7 +74,7 @@ def build_optimizer(ddp: DistributedDataParallel, optim: Optim, dtype: torch.dty
     )
     with cpu_tensors_pass_for_cuda(device.type == "cpu"):
         optimizer = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False)
-    for adam in _torch_adams(optimizer):
+    for adam in torch_optimizers(optimizer):
         if isinstance(adam, torch.optim.AdamW):
             # One pass over memory instead of about ten; torch has this kernel on CPU and on CUDA.
             for group in adam.param_groups:

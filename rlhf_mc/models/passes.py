@@ -60,6 +60,7 @@ def score(model: RoleModel, batch: SequenceBatch, asked: Asked, budget: MicroBat
     asked predicted: [number of tokens in loss_mask], log-probs of those tokens (language head) or values before them (value head).
     asked last: [B], the value head at each sequence's last token.
     """
+    model.check_present("params")
     microbatches, packed = _microbatches(model, batch, asked, budget)
     speaks = model.world.grid.speaks
     result = torch.zeros(packed.num_answers, dtype=torch.float32)
@@ -90,6 +91,7 @@ def accumulate_gradients(
     `loss` sees each micro-batch's answers; a fill is weighed 0 here. `together` neighbouring sequences (the two of a pair)
     always share a micro-batch. Returns the sums over all micro-batches of all ranks.
     """
+    model.check_present("params", "gradients")
     microbatches, _ = _microbatches(model, batch, asked, budget, together)
     totals = torch.zeros(len(loss.names), dtype=torch.float64)
 
@@ -103,17 +105,24 @@ def accumulate_gradients(
     config = model.decoder.config
     config.finalize_model_grads_func = None
     config.grad_scale_func = model.optimizer.scale_loss
+    model.accumulating = True
     _run_schedule(model, microbatches, weighed_loss, forward_only=False)
     return dict(zip(loss.names, model.world.sum_over_ranks(totals).tolist()))
 
 
 def zero_gradients(model: RoleModel) -> None:
     """Empties the gradient buckets; call before the first accumulate_gradients of an update."""
+    model.check_present("gradients")
     model.ddp.zero_grad_buffer()
     model.optimizer.zero_grad()
+    model.accumulating = False
 
 
 def update(model: RoleModel, lr: float) -> float:
     """Collective over all ranks. Sums the gradients over ranks, clips, steps at `lr`; the gradient norm before clipping."""
+    model.check_present("params", "gradients", "optimizer")
     finalize_model_grads([model.ddp])
-    return step_optimizer(model.optimizer, lr, model.world.on_cpu)
+    grad_norm = step_optimizer(model.optimizer, lr, model.world.on_cpu)
+    model.version += 1
+    model.accumulating = False
+    return grad_norm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -15,7 +16,7 @@ from rlhf_mc.config import Optim, Settings
 from rlhf_mc.models.heads import Sampling, TokenLogprobs, ValueHead, token_logprobs, token_values
 from rlhf_mc.models.hf_config import ModelShape, read_shape
 from rlhf_mc.models.hf_weights import export_hf_weights, load_hf_weights, save_hf_directory
-from rlhf_mc.models.optimizer import build_optimizer, wrap_for_training
+from rlhf_mc.models.optimizer import build_optimizer, torch_optimizers, wrap_for_training
 from rlhf_mc.models.transformer import Decoder, build_decoder, rotary_table
 from rlhf_mc.models.weight_layout import Shard
 from rlhf_mc.parallel.packing import PackedMicrobatch, RotaryTable
@@ -39,6 +40,7 @@ class RoleModel:
     """One role on this rank. Frozen roles have neither `ddp` nor `optimizer`.
 
     source: the Hugging Face directory it came from.
+    version: how often the weights were changed.  accumulating: gradients were added up, and no update has used them yet.
     """
 
     role: Role
@@ -50,6 +52,8 @@ class RoleModel:
     table: RotaryTable
     ddp: DistributedDataParallel | None = None
     optimizer: MegatronOptimizer | None = None
+    version: int = 0
+    accumulating: bool = False
 
     @property
     def module(self) -> DistributedDataParallel | Decoder:
@@ -67,8 +71,30 @@ class RoleModel:
             return token_values(self.decoder, hidden, packed)
         return token_logprobs(self.decoder, self.shape, hidden, packed, sampling)
 
+    def check_present(self, *kinds: Literal["params", "gradients", "optimizer"]) -> None:
+        """Raises RuntimeError where memory of these kinds was freed by offload: reading it would crash the process."""
+        for kind in kinds:
+            if any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in self._tensors(kind)):
+                raise RuntimeError(
+                    f"{self.role.value}: its {kind} are not on the device; "
+                    f"do this inside `with residency.on_device(Role.{self.role.name}, ...)`, and ask there for all parts that it needs"
+                )
+
+    def _tensors(self, kind: str) -> Iterator[Tensor]:
+        if kind == "params":
+            yield from self.decoder.parameters()
+        elif kind == "gradients":
+            yield from (buffer.grad_data for buffer in self.ddp.buffers)
+        else:
+            for optimizer in torch_optimizers(self.optimizer):
+                for group in optimizer.param_groups:
+                    yield from group["params"]
+                for state in optimizer.state.values():
+                    yield from (value for value in state.values() if isinstance(value, Tensor))
+
     def export(self):
         """Collective over the model group: every rank must take every item. (Hugging Face name, whole tensor)."""
+        self.check_present("params")
         return export_hf_weights(self.decoder, self.shape, self.world, self.head == "value")
 
     def save(self, target: str) -> None:

@@ -1,0 +1,49 @@
+"""HostBuffer: memory of the host for one part of one role, of exact size, allocated once, page-locked where a GPU copies from it."""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+import weakref
+
+import torch
+from torch import Tensor
+
+from rlhf_mc.offload.numa import bind_to_node, node_of_device
+
+
+class HostBuffer:
+    """`num_bytes` of host memory at an address that never changes.
+
+    For a GPU the pages are locked in place (cudaHostRegister), which keeps the exact size; torch's pinned allocator would
+    round up to a power of two. Where locking fails, copies go through pageable memory, and a warning states the price.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device, owner: str) -> None:
+        self.num_bytes = num_bytes
+        self._map = mmap.mmap(-1, max(num_bytes, 1))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
+        self.locked = False
+        if device.type == "cuda" and num_bytes:
+            bind_to_node(self.address, num_bytes, node_of_device(device))
+            self._lock(owner)
+
+    @property
+    def address(self) -> int:
+        """Where it starts."""
+        return self.bytes.data_ptr()
+
+    def _lock(self, owner: str) -> None:
+        error = torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, 0)
+        self.locked = int(error) == 0
+        if self.locked:
+            weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self.address)
+        else:
+            warnings.warn(
+                f"{owner}: {self.num_bytes / 2**30:.2f} GiB of host memory could not be page-locked (CUDA error {int(error)}). "
+                "Copies will go through pageable memory, several times slower than the link, and will not overlap with compute. "
+                "Raise the limit of locked memory (ulimit -l unlimited)",
+                stacklevel=2,
+            )

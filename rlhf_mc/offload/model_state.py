@@ -1,0 +1,122 @@
+"""ModelState: everything that a role keeps in device memory, sorted into parts, each part in a few flat storages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_mc.models.optimizer import torch_optimizers
+from rlhf_mc.models.role import Role, RoleModel
+from rlhf_mc.offload.arena import Arena, adopt, pack, storage_key
+from rlhf_mc.offload.layout import CHUNK_BYTES
+from rlhf_mc.offload.parts import Part
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """The arenas of each part of one role. A frozen role has PARAMS only; its other parts are empty."""
+
+    model: RoleModel
+    arenas: dict[Part, tuple[Arena, ...]]
+
+    @staticmethod
+    def of(model: RoleModel, chunk_bytes: int = CHUNK_BYTES) -> ModelState:
+        """Flattens the role's state, once, with all of it on the device. megatron's own buffers stay as they are.
+
+        What megatron allocated tensor by tensor (params of a frozen role or under the plain optimizer, main params, moments)
+        moves into arenas that the same tensor objects view from then on.
+        """
+        params = adopt(_param_buffers(model))
+        held = {arena.key for arena in params}
+        params += pack(_owners(t for t in _weights(model) if storage_key(t) not in held), chunk_bytes)
+        held = {arena.key for arena in params}
+        main_params = _owners(t for t in _stepped_params(model) if storage_key(t) not in held)
+        moments = _owners(_moments(model))
+        arenas = {
+            Part.PARAMS: params,
+            Part.GRADS: adopt(buffer.grad_data for buffer in _ddp_buffers(model)),
+            Part.MAIN_PARAMS: pack(main_params, chunk_bytes),
+            # The step counters are scalars: each at its own element, for kernels take them one by one anyway.
+            Part.OPTIMIZER: pack([t for t in moments if t.dim()], chunk_bytes) + pack([t for t in moments if not t.dim()], chunk_bytes, 1),
+        }
+        state = ModelState(model, {part: tuple(of_part) for part, of_part in arenas.items()})
+        state.check_wiring()
+        return state
+
+    @property
+    def role(self) -> Role:
+        """Whose state it is."""
+        return self.model.role
+
+    def num_bytes(self, part: Part) -> int:
+        """Bytes of one part on this rank."""
+        return sum(arena.num_bytes for arena in self.arenas[part])
+
+    def drop_gradients(self) -> None:
+        """Forgets the optimizer's views of the gradient buckets, which are about to be freed."""
+        self.model.optimizer.zero_grad()
+
+    def tensors(self) -> Iterator[tuple[Part, str, Tensor]]:
+        """Every tensor of the role that has device memory: (part, description, tensor). Main params in fp32 count as PARAMS."""
+        for i, weight in enumerate(_weights(self.model)):
+            yield Part.PARAMS, f"weight {i}", weight
+            if hasattr(weight, "main_grad"):
+                yield Part.GRADS, f"gradient {i}", weight.main_grad
+        fp32 = {arena.key for arena in self.arenas[Part.PARAMS]}
+        for i, param in enumerate(_stepped_params(self.model)):
+            yield Part.PARAMS if storage_key(param) in fp32 else Part.MAIN_PARAMS, f"main param {i}", param
+        for i, moment in enumerate(_moments(self.model)):
+            yield Part.OPTIMIZER, f"moment {i}", moment
+
+    def check_wiring(self) -> None:
+        """Raises RuntimeError where a tensor of the role lies outside its part's arenas, and so would not be moved with it."""
+        keys = {part: {arena.key for arena in arenas} for part, arenas in self.arenas.items()}
+        for part, what, tensor in self.tensors():
+            if storage_key(tensor) not in keys[part]:
+                raise RuntimeError(
+                    f"{self.role.value}: {what} of {tuple(tensor.shape)} lies outside the storages of {part.label}; something replaced "
+                    "the tensor's memory after the state was made (assigning .data, loading an optimizer state): copy into it instead"
+                )
+
+
+def _owners(tensors: Iterator[Tensor]) -> list[Tensor]:
+    """The distinct tensors; each must have a storage of its own, or packing one would tear it from the other."""
+    distinct = list({id(tensor): tensor for tensor in tensors}.values())
+    if len({storage_key(tensor) for tensor in distinct}) != len(distinct):
+        raise RuntimeError("two tensors of a model share one storage outside megatron's buffers; they cannot be packed separately")
+    return distinct
+
+
+def _ddp_buffers(model: RoleModel) -> list:
+    return [] if model.ddp is None else [*model.ddp.buffers, *model.ddp.expert_parallel_buffers]
+
+
+def _param_buffers(model: RoleModel) -> list[Tensor]:
+    return [buffer.param_data for buffer in _ddp_buffers(model) if buffer.param_data is not None]
+
+
+def _weights(model: RoleModel) -> Iterator[Tensor]:
+    """Parameters, buffers, and the rotary table."""
+    yield from model.decoder.parameters()
+    yield from model.decoder.buffers()
+    yield from (model.table.cos, model.table.sin)
+
+
+def _optimizers(model: RoleModel) -> list[torch.optim.Optimizer]:
+    return [] if model.optimizer is None else torch_optimizers(model.optimizer)
+
+
+def _stepped_params(model: RoleModel) -> Iterator[Tensor]:
+    """What the optimizer steps: fp32 main params, or the (shards of the) params themselves where these are fp32."""
+    for optimizer in _optimizers(model):
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+
+def _moments(model: RoleModel) -> Iterator[Tensor]:
+    for optimizer in _optimizers(model):
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))

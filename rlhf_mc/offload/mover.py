@@ -1,0 +1,89 @@
+"""Mover: carries out a swap, storage by storage, both ways at once, within a limit of device memory."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from rlhf_mc.offload.arena import Arena
+from rlhf_mc.offload.holding import Holding
+from rlhf_mc.offload.lanes import Copied, lanes
+from rlhf_mc.offload.ledger import Ledger
+from rlhf_mc.offload.parts import Part
+
+
+class Mover:
+    """present_bytes: of all storages on the device now.  peak_bytes: the most there ever were."""
+
+    def __init__(self, device: torch.device, ledger: Ledger) -> None:
+        self._to_host, self._to_device = lanes(device)
+        self._ledger = ledger
+        self._departures: deque[tuple[Arena, Copied]] = deque()
+        self._present_bytes = 0
+        self.peak_bytes = 0
+
+    @property
+    def present_bytes(self) -> int:
+        """Bytes of all storages on the device now."""
+        return self._present_bytes
+
+    @present_bytes.setter
+    def present_bytes(self, num_bytes: int) -> None:
+        self._present_bytes = num_bytes
+        self.peak_bytes = max(self.peak_bytes, num_bytes)
+
+    def swap(self, leaving: list[Holding], coming: list[Holding], limit_bytes: int) -> None:
+        """Sends `leaving` off the device and brings `coming`, never holding more than `limit_bytes`, which must fit the end state.
+
+        Returns when all that leaves is off; what comes may still be in flight (Holding.in_flight).
+        """
+        for holding in leaving:
+            holding.finish()
+            if not holding.needs_copy:
+                self._free(holding)
+        for holding in leaving:
+            if holding.resident:
+                self._queue_departure(holding)
+        for holding in coming:
+            self._queue_arrival(holding, limit_bytes)
+        while self._departures:
+            self._finish_departure()
+
+    def _free(self, holding: Holding) -> None:
+        if holding.part is Part.GRADS:
+            holding.state.drop_gradients()
+        for arena in holding.arenas:
+            self._release(arena)
+        holding.resident = False
+
+    def _queue_departure(self, holding: Holding) -> None:
+        for arena, host in holding.pieces():
+            copied = self._to_host.copy(host, arena.bytes())
+            self._ledger.record(holding.role, holding.part, "to_host", arena.num_bytes, copied)
+            self._departures.append((arena, copied))
+        holding.copied_version = holding.state.model.version
+        holding.resident = False
+
+    def _queue_arrival(self, holding: Holding, limit_bytes: int) -> None:
+        for arena, host in holding.pieces():
+            while self._departures and self.present_bytes + arena.num_bytes > limit_bytes:
+                self._finish_departure()
+            arena.restore()
+            self.present_bytes += arena.num_bytes
+            if host is None:
+                holding.in_flight.append(self._to_device.zero(arena.bytes()))
+                continue
+            copied = self._to_device.copy(arena.bytes(), host)
+            self._ledger.record(holding.role, holding.part, "to_device", arena.num_bytes, copied)
+            holding.in_flight.append(copied)
+        holding.resident = True
+
+    def _finish_departure(self) -> None:
+        arena, copied = self._departures.popleft()
+        copied.finish()
+        self._release(arena)
+
+    def _release(self, arena: Arena) -> None:
+        arena.release()
+        self.present_bytes -= arena.num_bytes

@@ -1,0 +1,168 @@
+"""Residency: which parts of which roles are on the device. A stage asks with one `with` line; what must move, moves.
+
+Three verbs, never mixed: offload (copy to the host, then free), reload (allocate, then copy back), free (drop).
+Gradients are only ever freed. What the host has already is freed without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from rlhf_mc.models.role import Role, RoleModel
+from rlhf_mc.offload.holding import Holding
+from rlhf_mc.offload.ledger import Ledger, aligned
+from rlhf_mc.offload.minimum import EMPTY, Visit
+from rlhf_mc.offload.model_state import ModelState
+from rlhf_mc.offload.mover import Mover
+from rlhf_mc.offload.parts import TRAINING, Part
+from rlhf_mc.parallel.world import World
+
+
+class ResidencyError(RuntimeError):
+    """A request that cannot be met, or memory that is not where it should be. The message ends with the table of residents."""
+
+
+class Residency:
+    """The state machine of all roles' parts on this rank.
+
+    Each part is on the device or off it. `on_device` claims the device for some parts of one role: they come, all others
+    leave. Leaving the block moves nothing, so a role that the next block asks for again is still there, free of charge.
+    `enabled` false: everything stays on the device, which must hold it; requests are still checked.
+    """
+
+    def __init__(
+        self, world: World, states: Iterable[ModelState], ledger: Ledger, enabled: bool = True, device_budget_bytes: int | None = None
+    ) -> None:
+        self.ledger = ledger
+        self.enabled = enabled
+        self._world = world
+        self._budget = device_budget_bytes
+        self._holdings: dict[tuple[Role, Part], Holding] = {}
+        self._mover = Mover(world.device, ledger)
+        self._claimed: Role | None = None
+        for state in states:
+            self.adopt(state)
+
+    def adopt(self, state: ModelState) -> None:
+        """Takes over a role's state, all of it on the device, and sends it to the host at once: so roles can be built one by one."""
+        self.ledger.sizes[state.role] = {part: state.num_bytes(part) for part in TRAINING}
+        new = [Holding.of(state, part, self.enabled) for part in TRAINING if state.arenas[part]]
+        self._holdings |= {(holding.role, holding.part): holding for holding in new}
+        self._mover.present_bytes += sum(holding.num_bytes for holding in new)
+        if self.enabled:
+            self._mover.swap(leaving=new, coming=[], limit_bytes=self._mover.present_bytes)
+            self.ledger.end_of_start()
+
+    @contextmanager
+    def on_device(self, role: Role, parts: Part) -> Iterator[RoleModel]:
+        """Inside, the device holds `parts` of `role` and no other part of any role. Gives the role's model.
+
+        Raises ResidencyError for a request that cannot be met, before anything moves; and at the end, if memory is not
+        where it should be.
+        """
+        model = self._check_request(role, parts)
+        if self.enabled:
+            self._bring({(role, part) for part in parts})
+        version = model.version
+        self._claimed = role
+        try:
+            yield model
+        finally:
+            self._claimed = None
+            self.ledger.visited(Visit(role, parts, updates=model.version != version))
+        self.assert_as_expected()
+
+    def all_off(self) -> None:
+        """Empties the device of all roles, and gives the memory back to the driver, for the engine to take."""
+        if self._claimed is not None:
+            raise ResidencyError(f"all_off: {self._claimed.value} is in use; leave its `with` block first\n{self.table()}")
+        if self.enabled:
+            self._bring(set())
+            self.ledger.visited(EMPTY)
+            if self._world.device.type == "cuda":
+                torch.cuda.empty_cache()
+        self.assert_as_expected()
+
+    def assert_as_expected(self) -> None:
+        """Compares every storage with what should be there. Raises ResidencyError with the table where they differ."""
+        for holding in self._holdings.values():
+            found = sum(arena.num_bytes for arena in holding.arenas if arena.present)
+            if found != (holding.num_bytes if holding.resident else 0):
+                where = "on the device" if holding.resident else "off the device"
+                raise ResidencyError(
+                    f"{holding.name} should be {where}, but {found} of its {holding.num_bytes} bytes are there; "
+                    f"something else than Residency freed or allocated it\n{self.table()}"
+                )
+        for state in {holding.role: holding.state for holding in self._holdings.values()}.values():
+            state.check_wiring()
+
+    def state(self, role: Role) -> ModelState:
+        """The flat state of a role."""
+        return self._holdings[role, Part.PARAMS].state
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of all parts that are on the device."""
+        return sum(holding.num_bytes for holding in self._holdings.values() if holding.resident)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes of parts that were on the device at once, swaps included."""
+        return self._mover.peak_bytes
+
+    def table(self) -> str:
+        """Every part with its size and place."""
+        rows = [("role", "part", "GiB", "place")]
+        rows += [(h.role.value, h.part.label, f"{h.num_bytes / 2**30:.3f}", h.place) for h in self._holdings.values()]
+        return aligned(rows)
+
+    def _check_request(self, role: Role, parts: Part) -> RoleModel:
+        asked = f"on_device({role.value}, {parts.label})"
+        if self._claimed is not None:
+            raise ResidencyError(f"{asked}: {self._claimed.value} is in use; leave its `with` block first\n{self.table()}")
+        if (role, Part.PARAMS) not in self._holdings:
+            raise ResidencyError(f"{asked}: no such role here\n{self.table()}")
+        model = self._holdings[role, Part.PARAMS].state.model
+        if model.optimizer is None and parts & ~Part.PARAMS:
+            raise ResidencyError(f"{asked}: {role.value} is frozen and has params only; ask for Part.PARAMS\n{self.table()}")
+        if parts & ~Part.PARAMS and not parts & Part.PARAMS:
+            raise ResidencyError(f"{asked}: these parts are of no use without params; add Part.PARAMS\n{self.table()}")
+        if Part.OPTIMIZER in parts and Part.MAIN_PARAMS not in parts:
+            raise ResidencyError(f"{asked}: a step needs the main params too; add Part.MAIN_PARAMS, or ask for TRAINING\n{self.table()}")
+        self._check_budget(asked, role, parts)
+        return model
+
+    def _check_budget(self, asked: str, role: Role, parts: Part) -> None:
+        needed = sum(h.num_bytes for (r, p), h in self._holdings.items() if not self.enabled or (r == role and p in parts))
+        if self._budget is not None and needed > self._budget:
+            raise ResidencyError(
+                f"{asked}: needs {needed / 2**30:.3f} GiB on the device, but the budget is {self._budget / 2**30:.3f} GiB; "
+                f"use more ranks (parallel.tensor, parallel.pipeline, distributed_optimizer), or a smaller model\n{self.table()}"
+            )
+
+    def _bring(self, wanted: set[tuple[Role, Part]]) -> None:
+        """Makes exactly `wanted` resident; compute that follows sees it."""
+        leaving = [h for key, h in self._holdings.items() if h.resident and key not in wanted]
+        coming = [h for key, h in self._holdings.items() if not h.resident and key in wanted]
+        for holding in leaving:
+            if holding.part is Part.GRADS and holding.state.model.accumulating:
+                raise ResidencyError(
+                    f"{holding.name}: gradients were accumulated and not used yet; call update() or zero_gradients() "
+                    f"before another role takes the device\n{self.table()}"
+                )
+        self._mover.swap(leaving, coming, self._swap_limit(leaving, coming))
+        for key in wanted & self._holdings.keys():
+            self._holdings[key].before_compute()
+
+    def _swap_limit(self, leaving: list[Holding], coming: list[Holding]) -> int:
+        """The larger of before and after, plus the largest storage that comes: enough for both directions to flow at once."""
+        freed = sum(h.num_bytes for h in leaving if not h.needs_copy)
+        copied = sum(h.num_bytes for h in leaving if h.needs_copy)
+        before = self._mover.present_bytes - freed
+        after = before - copied + sum(h.num_bytes for h in coming)
+        slack = max((arena.num_bytes for h in coming for arena in h.arenas), default=0)
+        limit = max(before, after) + slack
+        return limit if self._budget is None else min(limit, self._budget)
