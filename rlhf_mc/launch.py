@@ -31,9 +31,11 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _quiet_libraries() -> None:
-    """megatron-core warns at import, once a file, that TransformerEngine and apex are absent; start says it once instead."""
+def quiet_libraries() -> None:
+    """Silences what libraries say on every rank and no user can act on; start names the optimizer and norm in use instead."""
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*", module="megatron.*")
+    warnings.filterwarnings("ignore", message="full scope is deprecated", module="megatron.*")
+    warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -56,7 +58,7 @@ def _checked_settings(program: Program, argv: list[str] | None) -> Settings | No
     return settings
 
 
-def _use_share_of_cores() -> None:
+def use_share_of_cores() -> None:
     """Threads of this rank: its share of the host's cores, unless OMP_NUM_THREADS says otherwise on purpose."""
     import torch
 
@@ -68,12 +70,12 @@ def run_program(program: Program, work: Callable[[Settings, World], None], argv:
     """Runs `work` in a world made from the command line; ends the process with its status."""
     rank = int(os.environ.get("RANK", "0"))
     _die_with_parent()
-    _quiet_libraries()
+    quiet_libraries()
     try:
         settings = _checked_settings(program, argv)
         if settings is None:
             sys.exit(0)
-        _use_share_of_cores()
+        use_share_of_cores()
         from rlhf_mc.parallel.world import join_world, leave_world
 
         work(settings, join_world(settings))

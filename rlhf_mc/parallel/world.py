@@ -54,7 +54,7 @@ def _choose_device(wanted: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("trainer.device=cuda, but torch sees no CUDA device; set trainer.device=cpu, or fix the driver")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = int(os.environ["LOCAL_RANK"])
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"local rank {local_rank} has no GPU of its own ({torch.cuda.device_count()} visible); "
@@ -77,7 +77,9 @@ def join_world(settings: Settings) -> World:
 
     Without torchrun's environment the world is one rank. Raises ConfigError for a layout or device that cannot be.
     """
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    for name, alone in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
+        os.environ.setdefault(name, alone)  # vLLM reads them as well
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = _choose_device(settings.trainer.device)
     grid = TrainingGrid(size, rank, settings.parallel.tensor, settings.parallel.pipeline)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
