@@ -1,0 +1,146 @@
+"""What the tests of models/ run on ranks (see tests/ranks.py). Results are tensors, numbers and containers of these."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_mc.batch import SequenceBatch
+from rlhf_mc.config import MicroBatch, Optim, Parallel, Settings, Trainer
+from rlhf_mc.models import hf_weights
+from rlhf_mc.models.heads import PLAIN, Sampling
+from rlhf_mc.models.loss import Loss, LossSum
+from rlhf_mc.models.passes import accumulate_gradients, score, update, zero_gradients
+from rlhf_mc.models.role import Head, Role, RoleModel, build_role
+from rlhf_mc.parallel.world import World
+
+
+def make_role(
+    world: World,
+    directory: str,
+    head: Head = "language",
+    optim: Optim | None = None,
+    dtype: str = "fp32",
+    distributed_optimizer: bool = True,
+) -> RoleModel:
+    """The role of `directory` on the grid of `world`."""
+    parallel = Parallel(world.grid.tensor, world.grid.pipeline, distributed_optimizer)
+    settings = Settings(trainer=Trainer(device="cpu", dtype=dtype), parallel=parallel)
+    role = Role.ACTOR if head == "language" else Role.CRITIC
+    return build_role(role, head, directory, settings, world, optim)
+
+
+def logprobs(
+    world: World, directory: str, batch: SequenceBatch, budget: MicroBatch, sampling: dict[str, Any] | None = None
+) -> dict[str, Tensor]:
+    """Log-probs by scoring (of a frozen role), and log-probs and entropy as a loss sees them (of a trained role)."""
+    drawn = PLAIN if sampling is None else Sampling(**sampling)
+    scored = score(make_role(world, directory), batch, "predicted", budget, drawn)
+    model = make_role(world, directory, optim=Optim())
+    seen = torch.zeros(2, scored.numel())
+
+    def look(answers, microbatch) -> LossSum:
+        if world.grid.speaks and not microbatch.fill:
+            seen[:, microbatch.slots] = torch.stack((answers.logprobs, answers.entropy)).detach()
+        return LossSum(answers.logprobs.sum(), {"entropy": answers.entropy.sum()})
+
+    zero_gradients(model)
+    accumulate_gradients(model, batch, "predicted", budget, Loss(("entropy",), look), drawn)
+    world.sum_over_ranks(seen)
+    return {"scored": scored, "trained": seen[0], "entropy": seen[1]}
+
+
+def values(world: World, directory: str, batch: SequenceBatch, budget: MicroBatch) -> dict[str, Tensor]:
+    """A value head at each sequence's end, and before each predicted token."""
+    model = make_role(world, directory, "value")
+    return {asked: score(model, batch, asked, budget) for asked in ("last", "predicted")}
+
+
+def exported(model: RoleModel) -> dict[str, Tensor]:
+    """Collective over the model group. The whole checkpoint, copied to the host."""
+    return {name: tensor.cpu().clone() for name, tensor in model.export()}
+
+
+def export_and_save(world: World, directory: str, target: str, head: Head = "language", dtype: str = "fp32") -> dict[str, Tensor]:
+    """Saves the role at `target`; what export() gave on this rank."""
+    model = make_role(world, directory, head, dtype=dtype)
+    model.save(target)
+    return exported(model)
+
+
+def save_in_files_of(world: World, directory: str, target: str, file_bytes: int, bucket_bytes: int) -> None:
+    """Saves with other limits on the size of a file and of an export bucket."""
+    limits = hf_weights._FILE_BYTES, hf_weights._BUCKET_BYTES
+    hf_weights._FILE_BYTES, hf_weights._BUCKET_BYTES = file_bytes, bucket_bytes
+    try:
+        make_role(world, directory).save(target)
+    finally:
+        hf_weights._FILE_BYTES, hf_weights._BUCKET_BYTES = limits
+
+
+def load_error(world: World, directory: str, head: Head = "language") -> str:
+    """Type and message of what loading `directory` raises."""
+    try:
+        make_role(world, directory, head)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def negative_log_likelihood(num_tokens: int) -> Loss:
+    """Mean over `num_tokens` of the negative log-prob."""
+    return Loss(("nll",), lambda answers, microbatch: LossSum(-answers.logprobs.sum() / num_tokens, {"nll": -answers.logprobs.sum()}))
+
+
+def train_step(model: RoleModel, batch: SequenceBatch, lr: float, budget: MicroBatch = MicroBatch()) -> float:
+    """One step on the mean negative log-likelihood; the gradient norm."""
+    zero_gradients(model)
+    accumulate_gradients(model, batch, "predicted", budget, negative_log_likelihood(int(batch.loss_mask.sum())))
+    return update(model, lr)
+
+
+def step_with_zero_lr(world: World, directory: str, batch: SequenceBatch, dtype: str, distributed_optimizer: bool) -> dict[str, Any]:
+    """The weights before and after a step with learning rate 0."""
+    model = make_role(world, directory, optim=Optim(), dtype=dtype, distributed_optimizer=distributed_optimizer)
+    before = exported(model)
+    grad_norm = train_step(model, batch, lr=0.0)
+    return {"before": before, "after": exported(model), "grad_norm": grad_norm}
+
+
+def small_steps(world: World, directory: str, batch: SequenceBatch, lr: float, num_steps: int, distributed_optimizer: bool):
+    """bf16 training with clipping off. After each step: (param, main param, moved since the last step) of the final norm."""
+    model = make_role(world, directory, optim=Optim(clip_grad=1e9), dtype="bf16", distributed_optimizer=distributed_optimizer)
+    param = model.decoder.decoder.final_layernorm.weight
+    history = []
+    for _ in range(num_steps):
+        train_step(model, batch, lr)
+        history.append((param.detach().clone(), param.main_param.detach().clone()))
+    return history
+
+
+def poisoned_sequence(world: World, directory: str, batch: SequenceBatch, token: int) -> tuple[Tensor, Tensor]:
+    """Log-probs of a packed batch, before and after the embedding of `token` becomes NaN."""
+    model = make_role(world, directory)
+    budget = MicroBatch(tokens=int(batch.lengths.sum()))
+    clean = score(model, batch, "predicted", budget)
+    with torch.no_grad():
+        model.decoder.embedding.word_embeddings.weight[token] = float("nan")
+    return clean, score(model, batch, "predicted", budget)
+
+
+def unchanged_by_failed_save(world: World, directory: str, target: str) -> tuple[str, list[str]]:
+    """A save over `target` that breaks off in the middle: the error, and what lies in `target` afterwards."""
+    model = make_role(world, directory)
+
+    def breaks_off():
+        yield from list(model.export())[:3]
+        raise OSError("no space left")
+
+    try:
+        hf_weights.save_hf_directory(breaks_off(), directory, target, False, model.dtype, writes=True)
+    except OSError as error:
+        return str(error), sorted(path.name for path in Path(target).iterdir())
+    return "", []
