@@ -24,6 +24,9 @@ from rlhf_mc.parallel.grids import TrainingGrid
 from rlhf_mc.parallel.megatron_cpu import cpu_tensors_pass_for_cuda
 from rlhf_mc.parallel.packing import RotaryTable
 
+# Scalings whose frequencies are the same for every sequence; of the others, one table for all would be wrong.
+_ROPE_SCALINGS = ("linear", "llama3", "yarn")
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight (arXiv:1910.07467). Its weight carries `sequence_parallel`, by which megatron sums its gradient."""
@@ -105,12 +108,12 @@ def layer_spec(shape: ModelShape) -> ModuleSpec:
 
 
 def rotary_table(shape: ModelShape, num_positions: int, device: torch.device, key: str = "model") -> RotaryTable:
-    """cos and sin of every position (arXiv:2104.09864), scaled as the model's config says. Raises ConfigError for an unknown rope_type."""
+    """cos and sin of every position (arXiv:2104.09864), scaled as the model's config says. Raises ConfigError for another rope_type."""
     kind = shape.rope["rope_type"]
     if kind == "default":
         exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
         frequencies, scale = 1.0 / shape.rope["rope_theta"] ** exponents, 1.0
-    elif kind in ROPE_INIT_FUNCTIONS:
+    elif kind in _ROPE_SCALINGS:
         config = PretrainedConfig(
             rope_parameters=shape.rope,
             head_dim=shape.head_dim,
@@ -120,7 +123,7 @@ def rotary_table(shape: ModelShape, num_positions: int, device: torch.device, ke
         )
         frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=num_positions)
     else:
-        raise ConfigError(f"{key}: rope_type={kind} is not supported; supported are default, {', '.join(ROPE_INIT_FUNCTIONS)}")
+        raise ConfigError(f"{key}: rope_type={kind} is not supported; supported are default, {', '.join(_ROPE_SCALINGS)}")
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     angles = torch.cat((angles, angles), dim=-1)
     return RotaryTable((angles.cos() * scale).to(device), (angles.sin() * scale).to(device))
