@@ -51,20 +51,20 @@ class _Checkpoint:
     def __exit__(self, *error: object) -> None:
         self._open.close()
 
-    def read(self, piece: Piece) -> Tensor:
-        """The piece's rows or columns, on the host."""
+    def read(self, piece: Piece, dims: tuple[int, ...]) -> Tensor:
+        """The piece's rows or columns, on the host. `dims`: the shape that the whole tensor must have."""
         file = self.files.get(piece.hf_name)
         if file is None:
             raise ConfigError(f"{self.key}: '{self.directory}' lacks the tensor {piece.hf_name}")
         if file not in self._handles:
             self._handles[file] = self._open.enter_context(safe_open(self.directory / file, framework="pt"))
         tensor = self._handles[file].get_slice(piece.hf_name)
-        end = piece.hf_start + piece.length
-        if end > tensor.get_shape()[piece.dim]:
+        if tuple(tensor.get_shape()) != dims:
             raise ConfigError(
-                f"{self.key}: {piece.hf_name} in '{self.directory}' has shape {tensor.get_shape()}, "
-                f"but its config.json implies at least {end} in dimension {piece.dim}"
+                f"{self.key}: {piece.hf_name} in '{self.directory}' has shape {tuple(tensor.get_shape())}, "
+                f"but its config.json implies {dims}; weights and config are not of the same model"
             )
+        end = piece.hf_start + piece.length
         return tensor[piece.hf_start : end] if piece.dim == 0 else tensor[:, piece.hf_start : end]
 
 
@@ -75,6 +75,7 @@ def load_hf_weights(module: nn.Module, shape: ModelShape, shard: Shard, director
     Raises ConfigError naming `key` where the directory does not fit.
     """
     params = dict(module.named_parameters())
+    shapes = hf_shapes(shape, shard.value_head)
     with _Checkpoint(Path(directory), key) as checkpoint, torch.no_grad():
         for param in params.values():
             param.zero_()
@@ -82,7 +83,7 @@ def load_hf_weights(module: nn.Module, shape: ModelShape, shard: Shard, director
             if piece.hf_name == "score.weight" and piece.hf_name not in checkpoint.files:
                 continue
             target = params[piece.param]
-            target.narrow(piece.dim, piece.start, piece.length).copy_(checkpoint.read(piece))
+            target.narrow(piece.dim, piece.start, piece.length).copy_(checkpoint.read(piece, shapes[piece.hf_name]))
 
 
 def _buckets(shapes: dict[str, tuple[int, ...]], element_bytes: int) -> Iterator[list[str]]:
