@@ -110,8 +110,10 @@ def step_with_zero_lr(world: World, directory: str, batch: SequenceBatch, dtype:
     return {"before": before, "after": exported(model), "grad_norm": grad_norm}
 
 
-def small_steps(world: World, directory: str, batch: SequenceBatch, lr: float, num_steps: int, distributed_optimizer: bool):
-    """bf16 training with clipping off. After each step: (param, main param, moved since the last step) of the final norm."""
+def small_steps(
+    world: World, directory: str, batch: SequenceBatch, lr: float, num_steps: int, distributed_optimizer: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """bf16 training with clipping off. After each step, param and main param of the final norm's weight."""
     model = make_role(world, directory, optim=Optim(clip_grad=1e9), dtype="bf16", distributed_optimizer=distributed_optimizer)
     param = model.decoder.decoder.final_layernorm.weight
     history = []
@@ -131,7 +133,7 @@ def poisoned_sequence(world: World, directory: str, batch: SequenceBatch, token:
     return clean, score(model, batch, "predicted", budget)
 
 
-def unchanged_by_failed_save(world: World, directory: str, target: str) -> tuple[str, list[str]]:
+def broken_off_save(world: World, directory: str, target: str) -> tuple[str, list[str]]:
     """A save over `target` that breaks off in the middle: the error, and what lies in `target` afterwards."""
     model = make_role(world, directory)
 
