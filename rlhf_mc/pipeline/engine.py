@@ -1,0 +1,383 @@
+"""vLLM in this rank's process: sampling, weights in, sleep. The only file that imports vllm.
+
+Every rank makes an Engine; the ranks of one replica then call the same methods with the same arguments, in the same
+order: each has a scheduler of its own, and they stay in step because they see the same requests. Who gets which prompt
+is in dispatch.py; which weights are sent is the caller's matter.
+
+vLLM is imported when an Engine is made, after the environment that it reads at import is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import random
+import uuid
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_mc.config import ConfigError, Rollout
+from rlhf_mc.models.hf_config import ModelShape, read_shape
+from rlhf_mc.models.weight_layout import hf_shapes
+from rlhf_mc.parallel.grids import RolloutGrid
+from rlhf_mc.pipeline.dispatch import Completion, SampleRequest
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+
+_DTYPE_BYTES = {"fp32": 4, "bf16": 2}
+_GIB = 2**30
+_BLOCK_TOKENS = 32  # of the KV cache and of cached prefixes; vLLM's CPU attention needs a multiple of 32
+_EMBEDDING = "model.embed_tokens.weight"
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class EngineError(RuntimeError):
+    """The engine cannot do what it was asked for. The message says why, and what to do."""
+
+
+def stop_token_ids(model_path: str, tokenizer_eos_id: int | None = None) -> list[int]:
+    """Token ids that end a response: those of generation_config.json, else of config.json, and the tokenizer's.
+
+    Raises ConfigError where there is none: every response would run to rollout.max_tokens.
+    """
+    declared: Any = None
+    for name in ("generation_config.json", "config.json"):
+        file = Path(model_path) / name
+        if declared is None and file.exists():
+            declared = json.loads(file.read_text()).get("eos_token_id")
+    ids = {tokenizer_eos_id, *(declared if isinstance(declared, list) else [declared])} - {None}
+    if not ids:
+        raise ConfigError(f"{model_path}: no eos_token_id in generation_config.json, config.json or the tokenizer; add one")
+    return sorted(ids)
+
+
+class Engine:
+    """One rank's part of a vLLM replica. It starts with random weights, and refuses to generate until `load_weights`."""
+
+    def __init__(
+        self,
+        model_path: str,
+        settings: Rollout,
+        dtype: str,
+        grid: RolloutGrid,
+        seed: int,
+        max_prompt_tokens: int,
+        stops: Sequence[int],
+    ) -> None:
+        """Collective over all ranks; torch.distributed is initialised (gloo on CPU, cpu:gloo,cuda:nccl on GPU).
+
+        stops: the token ids that end a response. On CPU, vLLM's kernels use the threads that OMP_NUM_THREADS gave this
+        process at its start, as the trainer does; give each rank its share of the cores there.
+        Settings that do not fit the model raise ConfigError, too little memory EngineError, alike on every rank and
+        before vLLM starts.
+        """
+        self._settings, self._stops = settings, list(stops)
+        self._max_prompt_tokens = max_prompt_tokens
+        self._max_model_len = max_prompt_tokens + settings.max_tokens
+        self._cuda = torch.cuda.is_available()
+        self._shape = read_shape(model_path, "actor.path")
+        _check_settings(self._shape, settings, self._max_model_len, _DTYPE_BYTES[dtype])
+        self._check_memory(grid)
+        with _environment(self._cuda), _rng_kept(), _torch_threads_kept():
+            self._llm = self._start(model_path, dtype, grid, seed)
+        self.weight_version: int | None = None
+        self._kv_cache_awake = True
+        self._load_unfinished = False
+
+    def _start(self, model_path: str, dtype: str, grid: RolloutGrid, seed: int) -> LLM:
+        """Collective over all ranks: vLLM with this rank in its place.
+
+        Weights are random ("dummy"): all of them arrive by `load_weights` before the first use, so that reading them
+        from disk would only cost time, and would hide a sync that was forgotten.
+        """
+        from vllm import LLM
+
+        if not self._cuda:
+            _check_head_dim(self._shape.head_dim)
+        ident = _agreed_ident()
+        llm = LLM(
+            model=model_path,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            dtype={"fp32": "float32", "bf16": "bfloat16"}[dtype],
+            load_format="dummy",
+            tensor_parallel_size=grid.tensor,
+            distributed_executor_backend="external_launcher" if self._cuda else _cpu_executor(ident),
+            enforce_eager=self._settings.enforce_eager,
+            max_model_len=self._max_model_len,
+            max_num_seqs=self._settings.max_running_sequences,
+            kv_cache_memory_bytes=int(self._settings.kv_cache_gib * _GIB),
+            block_size=_BLOCK_TOKENS,
+            enable_prefix_caching=True,
+            enable_sleep_mode=self._cuda,
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            seed=seed,
+        )
+        if not self._cuda:
+            _forget_shared_memory_names(ident)
+        return llm
+
+    def _check_memory(self, grid: RolloutGrid) -> None:
+        """Collective over all ranks: raise EngineError on every rank where the KV cache does not fit the memory of any."""
+        local_ranks = 1 if self._cuda else int(os.environ.get("LOCAL_WORLD_SIZE", grid.world_size))
+        free = torch.cuda.mem_get_info()[0] if self._cuda else psutil.virtual_memory().available
+        shortage = None
+        if local_ranks * self._settings.kv_cache_gib * _GIB > free:
+            shortage = (
+                f"rank {grid.rank}: {local_ranks} x rollout.kv_cache_gib = {local_ranks * self._settings.kv_cache_gib:.3g} GiB "
+                f"of KV cache on this {'device' if self._cuda else 'host'}, where {free / _GIB:.3g} GiB are free; "
+                "lower rollout.kv_cache_gib or free memory"
+            )
+        shortages: list[str | None] = [None] * grid.world_size
+        dist.all_gather_object(shortages, shortage)
+        if any(shortages):
+            raise EngineError(next(message for message in shortages if message))
+
+    def generate(self, requests: Sequence[SampleRequest], *, version: int, greedy: bool = False) -> list[Completion]:
+        """Collective over the replica's ranks: one completion per request, in order, sampled from weights `version`.
+
+        Log-probs are those of the distribution sampled from: temperature applied; before `min_tokens` without the stop
+        tokens, the others renormalised, which a trainer must do as well. Greedy ones are at temperature 1.
+        Raises EngineError before the first `load_weights`, for another version than asked, while asleep, for a
+        request that does not fit, and where a log-prob is not finite.
+        """
+        self._check_ready(version)
+        self._check_requests(requests)
+        if not requests:
+            return []
+        prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
+        parameters = [self._sampling_params(request, greedy) for request in requests]
+        with _rng_kept():
+            outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
+        return [_completion(output) for output in outputs]
+
+    def _check_ready(self, version: int) -> None:
+        if self.weight_version is None:
+            raise EngineError("the engine holds no weights yet, or lost them in sleep; call load_weights first")
+        if self.weight_version != version:
+            raise EngineError(f"the engine holds weights {self.weight_version}, not {version}; sync with load_weights first")
+        if not self._kv_cache_awake:
+            raise EngineError("the engine's KV cache is asleep; call wake_kv_cache first")
+
+    def _check_requests(self, requests: Sequence[SampleRequest]) -> None:
+        for position, request in enumerate(requests):
+            length, bound = len(request.prompt_ids), self._max_prompt_tokens
+            if not 1 <= length <= bound or request.max_tokens > self._settings.max_tokens:
+                raise EngineError(
+                    f"request {position}: prompt of {length} tokens and max_tokens {request.max_tokens} do not lie within 1 to "
+                    f"data.max_prompt_tokens = {bound} and rollout.max_tokens = {self._settings.max_tokens}"
+                )
+            if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._shape.vocab:
+                raise EngineError(f"request {position}: a token id lies outside the vocabulary of {self._shape.vocab}")
+
+    def _sampling_params(self, request: SampleRequest, greedy: bool) -> SamplingParams:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            temperature=0.0 if greedy else self._settings.temperature,
+            seed=request.seed,
+            max_tokens=request.max_tokens,
+            min_tokens=request.min_tokens,
+            stop_token_ids=self._stops,
+            logprobs=0,
+            detokenize=False,
+        )
+
+    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights by `named`: Hugging Face names, whole tensors, the same on every rank of the replica.
+
+        A tied model is sent without lm_head.weight. vLLM keeps the tensors of a layer until it has all of them: do not
+        reuse their memory while the iterator runs. Forgets cached prefixes. Raises EngineError for an unknown name, a wrong
+        shape, a name sent twice or missing. The engine is then of no more use: vLLM cannot take back half a load.
+        """
+        if self._load_unfinished:
+            raise EngineError("an earlier load_weights failed and left parts of two versions in the engine; start the run again")
+        self.weight_version, self._load_unfinished = None, True
+        missing = hf_shapes(self._shape, value_head=False)
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": _checked(named, missing, self._shape.tied)})
+        if missing:
+            raise EngineError(f"load_weights: {len(missing)} weights were not sent: {', '.join(list(missing)[:5])}")
+        self._llm.reset_prefix_cache()
+        self.weight_version, self._load_unfinished = version, False
+
+    def sleep(self) -> None:
+        """Give the device memory of weights and KV cache back; both are lost.
+
+        On CPU nothing is freed, as vLLM cannot sleep there, but the engine refuses to generate as on a GPU.
+        """
+        self.weight_version = None
+        self._kv_cache_awake = False
+        if self._cuda:
+            self._llm.sleep(level=2)
+
+    def wake_weights(self) -> None:
+        """Take device memory for the weights again; `load_weights` must follow. Nothing to do on CPU, see `sleep`."""
+        if self._cuda:
+            self._llm.wake_up(tags=["weights"])
+
+    def wake_kv_cache(self) -> None:
+        """Take device memory for the KV cache again, when the trainer has left. Nothing is taken on CPU, see `sleep`."""
+        if self._cuda:
+            self._llm.wake_up(tags=["kv_cache"])
+        self._kv_cache_awake = True
+
+    def close(self) -> None:
+        """End vLLM and, as it does so, torch.distributed in this process: the last thing of a run, after an error too."""
+        self.weight_version = None
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def _check_settings(shape: ModelShape, settings: Rollout, max_model_len: int, dtype_bytes: int) -> None:
+    """Raise ConfigError where the rollout settings do not fit the model."""
+    if max_model_len > shape.max_positions:
+        raise ConfigError(
+            f"data.max_prompt_tokens + rollout.max_tokens = {max_model_len} exceeds the {shape.max_positions} positions "
+            "(max_position_embeddings) of actor.path; lower one of the two"
+        )
+    if shape.num_heads % settings.tensor_parallel:
+        raise ConfigError(
+            f"rollout.tensor_parallel: {settings.tensor_parallel} does not divide the {shape.num_heads} attention heads "
+            "of actor.path; choose a divisor"
+        )
+    needed = _kv_cache_bytes(shape, max_model_len, settings.tensor_parallel, dtype_bytes)
+    if needed > settings.kv_cache_gib * _GIB:
+        raise ConfigError(
+            f"rollout.kv_cache_gib: {settings.kv_cache_gib} GiB on each rank cannot hold one sequence of {max_model_len} tokens "
+            f"(data.max_prompt_tokens + rollout.max_tokens); set it to {math.ceil(needed / _GIB * 1000) / 1000} or more, "
+            "or shorten the sequences"
+        )
+
+
+def _kv_cache_bytes(shape: ModelShape, num_tokens: int, tensor_parallel: int, dtype_bytes: int) -> int:
+    """Keys and values of one sequence on one rank: whole blocks, and the one that vLLM sets aside."""
+    heads = max(1, shape.num_kv_heads // tensor_parallel)
+    num_blocks = math.ceil(num_tokens / _BLOCK_TOKENS) + 1
+    return 2 * shape.num_layers * heads * shape.head_dim * num_blocks * _BLOCK_TOKENS * dtype_bytes
+
+
+def _checked(
+    named: Iterable[tuple[str, Tensor]], missing: dict[str, tuple[int, ...]], tied: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Pass weights through, taking each out of `missing`; EngineError for one that is not in it or has another shape."""
+    for name, weight in named:
+        if name not in missing:
+            raise EngineError(f"load_weights: {name} was sent twice, or is no weight of the model")
+        if missing[name] != tuple(weight.shape):
+            raise EngineError(f"load_weights: {name} has shape {tuple(weight.shape)}; the model has {missing[name]}")
+        del missing[name]
+        yield name, weight
+        if tied and name == _EMBEDDING:
+            yield "lm_head.weight", weight  # vLLM's CPU build packs a copy for the output layer, which would stay as it was
+
+
+def _completion(output: RequestOutput) -> Completion:
+    sample = output.outputs[0]
+    token_ids = list(sample.token_ids)
+    logprobs = [position[token].logprob for position, token in zip(sample.logprobs, token_ids, strict=True)]
+    if not all(map(math.isfinite, logprobs)):
+        raise EngineError("the engine's log-probs are not finite; the weights that were loaded hold NaN, inf or huge values")
+    return Completion(token_ids, logprobs, sample.finish_reason, sample.stop_reason)
+
+
+def _check_head_dim(head_dim: int) -> None:
+    """Raise ConfigError for a size of attention heads that vLLM has no CPU kernel for; it would fail at the first prompt."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    supported = CPUAttentionBackend.get_supported_head_sizes()
+    if head_dim not in supported:
+        raise ConfigError(
+            f"actor.path: vLLM's CPU attention has no kernel for head_dim {head_dim}, only for {supported}; choose another model"
+        )
+
+
+def _agreed_ident() -> str:
+    """Collective over all ranks: a name that no other job on this host uses."""
+    ident = [f"rlhf_mc-{uuid.uuid4().hex[:12]}"]
+    dist.broadcast_object_list(ident, src=0)
+    return ident[0]
+
+
+def _cpu_executor(ident: str) -> type:
+    """vLLM's executor for torchrun, whose shared-memory segments carry `ident`.
+
+    vLLM derives their names from the last part of the init method. Under torchrun that is empty, so that two jobs on one
+    host would take each other's segments. The method itself is not used: torch.distributed is initialised already.
+    """
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    class TorchrunExecutor(ExecutorWithExternalLauncher):
+        """The external launcher with a name of its own."""
+
+        def _distributed_args(self) -> tuple[str, int, int]:
+            _, rank, local_rank = super()._distributed_args()
+            return f"file:///{ident}", rank, local_rank
+
+    return TorchrunExecutor
+
+
+def _forget_shared_memory_names(ident: str) -> None:
+    """Collective over all ranks: unlink the segments that all have attached, so that even a killed run leaves no file."""
+    dist.barrier()
+    for segment in _SHARED_MEMORY.glob(f"{ident}-*"):
+        segment.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _environment(cuda: bool) -> Iterator[None]:
+    """What vLLM reads at import and start. What it overwrites on the way for its own children is put back."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override rollout.kv_cache_gib
+    if not cuda:
+        import torch._dynamo
+
+        torch._dynamo.config.disable = True  # the first sampling would compile a small function for up to 20 s
+    overwritten = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        for name, value in overwritten.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _rng_kept() -> Iterator[None]:
+    """vLLM seeds the process's generators at start, and draws from torch's while sampling on CPU: put them back."""
+    python, numpy_state = random.getstate(), numpy.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def _torch_threads_kept() -> Iterator[None]:
+    """On CPU vLLM replaces torch.set_num_threads by a function that does nothing: the trainer gets the real one back."""
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)

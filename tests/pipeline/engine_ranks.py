@@ -1,0 +1,180 @@
+"""One rank of the engine tests, started by torchrun: `engine_ranks.py SPEC.json`. Writes what it saw to OUT/rank{r}.json.
+
+No assertion is made here: tests/pipeline/test_engine.py judges the record.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rlhf_mc.batch import PromptBatch
+from rlhf_mc.config import ConfigError, Rollout
+from rlhf_mc.parallel.grids import RolloutGrid
+from rlhf_mc.pipeline.dispatch import Completion, SampleRequest, assemble_rollout, deal, gather_completions, requests_for
+from rlhf_mc.pipeline.engine import Engine, EngineError
+
+NUM_PROMPTS, SAMPLES, MIN_TOKENS, MAX_TOKENS, MAX_PROMPT = 6, 4, 5, 24, 12
+STOP_TOKENS = list(range(2, 14))
+
+
+def prompts() -> PromptBatch:
+    lengths = torch.tensor([3 + 2 * i % 9 for i in range(NUM_PROMPTS)])
+    tokens = torch.randint(20, 250, (int(lengths.sum()),), generator=torch.Generator().manual_seed(3))
+    return PromptBatch(tokens, lengths, [{"row": i} for i in range(NUM_PROMPTS)], torch.arange(NUM_PROMPTS))
+
+
+def changed_model(path: str, seed: int, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of `path` after an update: other weights than those on disk."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator) * 0.03)
+    return model.to(dtype)
+
+
+@torch.no_grad()
+def reference(model, request: SampleRequest, completion: Completion, temperature: float, mask: bool) -> torch.Tensor:
+    """Transformers' log-probs [response], of the distribution with stop tokens excluded before min_tokens if `mask`."""
+    logits = model(torch.tensor([request.prompt_ids + completion.token_ids])).logits[0, len(request.prompt_ids) - 1 : -1]
+    logits = logits.float() / temperature
+    if mask:
+        logits[: request.min_tokens, STOP_TOKENS] = -torch.inf
+    return logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None]).squeeze(1)
+
+
+def differences(model, requests, completions, temperature: float, mask: bool = True) -> dict[str, float]:
+    found = torch.cat(
+        [reference(model, r, c, temperature, mask) - torch.tensor(c.logprobs) for r, c in zip(requests, completions, strict=True)]
+    ).abs()
+    return {"max": float(found.max()), "mean": float(found.mean())}
+
+
+def message_of(action) -> str:
+    """The error that `action` raises, with its class; empty if it raises none."""
+    try:
+        action()
+    except (EngineError, ConfigError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refused_settings(path: str, dtype: str, grid: RolloutGrid) -> dict[str, str]:
+    def start(**settings):
+        rollout = Rollout(**{"tensor_parallel": grid.tensor, "max_tokens": MAX_TOKENS, **settings})
+        return message_of(lambda: Engine(path, rollout, dtype, grid, 1, MAX_PROMPT, STOP_TOKENS))
+
+    return {
+        "kv_cache_over_host": start(kv_cache_gib=1e6),
+        "kv_cache_under_one_sequence": start(kv_cache_gib=1e-6),
+        "longer_than_model": start(max_tokens=4096),
+    }
+
+
+def refused_requests(engine: Engine, model: PreTrainedModel) -> dict[str, str]:
+    """What an engine that holds version 3 of the weights of `model` says to wrong calls."""
+    good = SampleRequest([20, 21], 1, MAX_TOKENS)
+
+    def asked(request: SampleRequest = good, version: int = 3) -> str:
+        return message_of(lambda: engine.generate([request], version=version))
+
+    refused = {
+        "other_version": asked(version=2),
+        "long_prompt": asked(SampleRequest([20] * (MAX_PROMPT + 1), 1, 4)),
+        "foreign_token": asked(SampleRequest([20, 10**6], 1, 4)),
+    }
+    engine.sleep()
+    engine.wake_weights()
+    refused["after_sleep"] = asked()
+    engine.load_weights(model.named_parameters(), 3)
+    refused["kv_cache_asleep"] = asked()
+    engine.wake_kv_cache()
+    return refused | {"awake": asked()}
+
+
+def refused_loads(engine: Engine, model: PreTrainedModel, bad_load: str) -> dict[str, str]:
+    """One wrong load, and what the engine says after it."""
+    weights = dict(model.named_parameters())
+    first = next(iter(weights))
+    if bad_load == "missing":
+        del weights["model.norm.weight"]
+    else:
+        weights[first] = torch.cat([weights[first], weights[first][:4]])
+    return {
+        "load": message_of(lambda: engine.load_weights(weights.items(), 4)),
+        "generate_after": message_of(lambda: engine.generate([SampleRequest([20, 21], 1, MAX_TOKENS)], version=4)),
+        "load_after": message_of(lambda: engine.load_weights(model.named_parameters(), 4)),
+    }
+
+
+def mapped_shared_memory() -> list[str]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line.split("/dev/shm/")[1] for line in lines if "/dev/shm/" in line and "torch_" not in line})
+
+
+def record_samples(engine: Engine, path: str, spec: dict, rollout: Rollout, grid: RolloutGrid) -> dict:
+    batch, temperature = prompts(), spec["temperature"]
+    requests = requests_for(batch, rollout, run_seed=7, iteration=3)
+    hands = deal(batch.lengths.tolist(), SAMPLES, grid.num_replicas)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[spec["dtype"]]
+    record: dict = {"after_load": []}
+    for version in (1, 2, 3):
+        model = changed_model(path, version, dtype)
+        engine.load_weights(((name, weight.detach()) for name, weight in model.named_parameters()), version)
+        mine = hands[grid.replica]
+        found = engine.generate([requests[i] for i in mine], version=version)
+        completions = gather_completions(mine, found, grid, dist.group.WORLD)
+        record["after_load"].append(differences(model, requests, completions, temperature))
+    greedy = engine.generate(requests, version=3, greedy=True)
+    rollout_batch = assemble_rollout(batch, SAMPLES, completions)
+    return record | {
+        "without_mask": differences(model, requests, completions, temperature, mask=False),
+        "against_old_weights": differences(changed_model(path, 2, dtype), requests, completions, temperature),
+        "greedy": differences(model, requests, greedy, 1.0),
+        "completions": [[c.token_ids, c.finish_reason, c.stop_token] for c in completions],
+        "one_replica": [c.token_ids for c in engine.generate(requests, version=3)],
+        "logprobs_of_batch": rollout_batch.rollout_logprobs.tolist(),
+        "hand": mine,
+    }
+
+
+def main(spec: dict) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    grid = RolloutGrid(dist.get_world_size(), rank, spec["tensor"])
+    path, dtype = spec["model"], spec["dtype"]
+    rollout = Rollout(
+        tensor_parallel=spec["tensor"], samples_per_prompt=SAMPLES, temperature=spec["temperature"],
+        min_tokens=MIN_TOKENS, max_tokens=MAX_TOKENS, kv_cache_gib=spec["kv_cache_gib"], max_running_sequences=16,
+    )  # fmt: skip
+    record: dict = {"refused_settings": refused_settings(path, dtype, grid)}
+    rng, environment, threads = torch.get_rng_state(), os.environ["LOCAL_WORLD_SIZE"], torch.get_num_threads()
+    engine = Engine(path, rollout, dtype, grid, 1, MAX_PROMPT, STOP_TOKENS)
+    record["kept"] = {
+        "rng": torch.equal(rng, torch.get_rng_state()),
+        "local_world_size": os.environ["LOCAL_WORLD_SIZE"] == environment,
+        "threads": torch.get_num_threads() == threads and torch.set_num_threads.__module__ != "vllm.v1.worker.cpu_worker",
+    }
+    record["shared_memory"] = mapped_shared_memory()
+    record["before_first_load"] = message_of(lambda: engine.generate([SampleRequest([20], 1, 1)], version=0))
+    record |= record_samples(engine, path, spec, rollout, grid)
+    model = changed_model(path, 3, {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+    record["refused_requests"] = refused_requests(engine, model)
+    record["refused_loads"] = refused_loads(engine, model, spec["bad_load"])
+    Path(spec["out"], f"rank{rank}.json").write_text(json.dumps(record))
+    dist.barrier()
+    if spec["end"] == "killed" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    engine.close()
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,0 +1,86 @@
+"""Seeds, dealing, requests and the assembly of rollouts; no engine and no process group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_mc.batch import PromptBatch
+from rlhf_mc.config import Rollout
+from rlhf_mc.pipeline.dispatch import Completion, assemble_rollout, deal, requests_for, sample_seed
+
+
+def batch_of(*prompts: list[int]) -> PromptBatch:
+    tokens = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int64)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
+    return PromptBatch(tokens, lengths, [{"i": i} for i in range(len(prompts))], torch.arange(len(prompts)))
+
+
+def test_seeds_differ_in_the_bits_that_torch_keeps():
+    seeds = {sample_seed(run, iteration, sample) for run in range(3) for iteration in range(20) for sample in range(64)}
+    assert len(seeds) == 3 * 20 * 64
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert len({seed % 2**32 for seed in seeds}) == len(seeds)
+
+
+def test_a_seed_is_a_function_of_its_arguments():
+    assert sample_seed(1, 2, 3) == sample_seed(1, 2, 3)
+    assert sample_seed(1, 23, 4) != sample_seed(12, 3, 4)
+    assert sample_seed(1, 2, 3) == 1138364116778193076, "another hash: saved runs could not be sampled again"
+
+
+@given(st.lists(st.integers(1, 500), max_size=40), st.integers(1, 5), st.integers(1, 7))
+def test_dealing_gives_every_sample_once_in_order_and_equal_counts(lengths, samples_per_prompt, num_replicas):
+    hands = deal(lengths, samples_per_prompt, num_replicas)
+    assert len(hands) == num_replicas
+    assert sorted(sample for hand in hands for sample in hand) == list(range(len(lengths) * samples_per_prompt))
+    assert all(hand == sorted(hand) for hand in hands)
+    assert max(map(len, hands)) - min(map(len, hands)) <= 1
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(1, 5), st.integers(1, 7))
+def test_dealing_spreads_prompt_tokens(lengths, samples_per_prompt, num_replicas):
+    hands = deal(lengths, samples_per_prompt, num_replicas)
+    loads = [sum(lengths[sample // samples_per_prompt] for sample in hand) for hand in hands]
+    assert max(loads) - min(loads) <= max(lengths)
+
+
+def test_dealing_goes_forth_and_back():
+    assert deal([10, 9, 8, 7], 1, 2) == [[0, 3], [1, 2]]
+
+
+def test_requests_are_in_the_order_of_the_rollout_with_seeds_of_their_own():
+    rollout = Rollout(samples_per_prompt=2, max_tokens=9, min_tokens=4)
+    requests = requests_for(batch_of([5, 6], [7]), rollout, run_seed=1, iteration=8)
+    assert [request.prompt_ids for request in requests] == [[5, 6], [5, 6], [7], [7]]
+    assert [request.seed for request in requests] == [sample_seed(1, 8, sample) for sample in range(4)]
+    assert {(request.max_tokens, request.min_tokens) for request in requests} == {(9, 4)}
+
+
+def test_a_rollout_holds_prompts_and_responses_in_order():
+    completions = [
+        Completion([1, 2], [-0.5, -1.0], "stop", 2),
+        Completion([3], [-2.0], "length", None),
+        Completion([4, 4, 2], [-0.1, -0.2, -0.3], "stop", 2),
+        Completion([], [], "length", None),
+    ]
+    rollout = assemble_rollout(batch_of([5, 6], [7]), 2, completions)
+    assert [rollout.prompt(b) for b in range(4)] == [[5, 6], [5, 6], [7], [7]]
+    assert [rollout.response(b) for b in range(4)] == [[1, 2], [3], [4, 4, 2], []]
+    torch.testing.assert_close(rollout.rollout_logprobs, torch.tensor([-0.5, -1.0, -2.0, -0.1, -0.2, -0.3]))
+    assert rollout.truncated.tolist() == [False, True, False, True]
+    assert rollout.stop_reasons == ["stop", "length", "stop", "length"]
+    assert rollout.groups.tolist() == [0, 0, 1, 1]
+    assert rollout.rows == [{"i": 0}, {"i": 0}, {"i": 1}, {"i": 1}]
+
+
+def test_a_missing_completion_is_an_error():
+    with pytest.raises(ValueError, match="1 completions for 2 prompts with 1 samples each"):
+        assemble_rollout(batch_of([5], [6]), 1, [Completion([1], [-0.5], "length", None)])
+
+
+def test_an_empty_batch_gives_an_empty_rollout():
+    rollout = assemble_rollout(batch_of(), 2, [])
+    assert len(rollout) == 0 and rollout.tokens.numel() == 0
