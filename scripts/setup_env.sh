@@ -60,16 +60,15 @@ check_disk() {
             "Free some space, or set RLHF_MC_VENV to a place on another disk."
 }
 
-# What pip is doing now: the last line of the log that says something.
-last_news() {
-    local line
-    line=$(tail -n 40 "$log" | grep -vE 'is ignored: it is neither|already satisfied|^ *$|^== ' | tail -n 1) || true
-    sed 's/^ *//' <<<"${line:0:100}"
-}
+# What the present step has written to the log, without pip's complaints about indexes that lack a package.
+step_output() { tac "$log" | sed '/^== /q' | tac | grep -vE '^== |is ignored: it is neither' || true; }
+
+# What it is doing now: the last line that says something.
+last_news() { step_output | grep -vE 'already satisfied|^ *$' | tail -n 1 | sed 's/^ *//' | cut -c1-100 || true; }
 
 explain_failure() {
     local label=$1 output
-    output=$(tac "$log" | sed '/^== /q' | tac | grep -v 'is ignored: it is neither')
+    output=$(step_output)
     {
         say "setup_env: '$label' failed. The end of $log:"
         tail -n 15 <<<"$output" | cut -c1-300 | sed 's/^/    /'
