@@ -23,7 +23,7 @@ def contradictions(settings: Settings, program: Program, data_parallel: int | No
         yield from _mini_batch(settings)
         yield from _ppo_sequence_length(settings)
     else:
-        yield from _supervised(settings)
+        yield from _supervised(settings, program)
     if data_parallel is not None:
         yield from _idle_ranks(settings, program, data_parallel)
 
@@ -96,18 +96,22 @@ def _ppo_micro_batches(settings: Settings) -> Iterator[tuple[str, MicroBatch]]:
         yield f"{role}.scoring_micro_batch", getattr(settings, role).scoring_micro_batch
 
 
-def _supervised(settings: Settings) -> Iterator[str]:
+def _supervised(settings: Settings, program: Program) -> Iterator[str]:
     supervised = settings.supervised
+    # The two sequences of a preference pair share a micro-batch.
+    row, what = (2, "a preference pair of 2 x") if program == "reward_model" else (1, "a row of")
     if not supervised.path:
         yield "supervised.path: null; name the Hugging Face directory that training starts from"
     if not settings.data.train:
         yield "data.train: []; name the files to train on"
-    tokens = supervised.micro_batch.tokens
-    if tokens is not None and tokens < supervised.max_tokens:
+    tokens, sequences = supervised.micro_batch.tokens, supervised.micro_batch.sequences
+    if tokens is not None and tokens < row * supervised.max_tokens:
         yield (
-            f"supervised.micro_batch.tokens: {tokens} cannot hold a row of supervised.max_tokens {supervised.max_tokens}; "
-            f"set it to {supervised.max_tokens} or more"
+            f"supervised.micro_batch.tokens: {tokens} cannot hold {what} supervised.max_tokens {supervised.max_tokens}; "
+            f"set it to {row * supervised.max_tokens} or more"
         )
+    if sequences is not None and sequences < row:
+        yield f"supervised.micro_batch.sequences: {sequences} cannot hold a preference pair; set it to {row} or more"
 
 
 def _idle_ranks(settings: Settings, program: Program, data_parallel: int) -> Iterator[str]:

@@ -205,6 +205,22 @@ def test_supervised_row_that_fits_no_micro_batch():
     settings_of(*TRAIN, *overrides).check("train")
 
 
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["supervised.max_tokens=2100"], "supervised.micro_batch.tokens: 4096 cannot hold a preference pair of 2 x supervised.max_tokens"),
+        (
+            ["supervised.micro_batch.tokens=null", "supervised.micro_batch.sequences=1"],
+            "supervised.micro_batch.sequences: 1 cannot hold a preference pair; set it to 2 or more",
+        ),
+    ],
+)
+def test_preference_pair_that_fits_no_micro_batch(overrides, message):
+    (error,) = errors_of("reward_model", *SUPERVISED, *overrides)
+    assert error.startswith(message)
+    settings_of(*SUPERVISED, *overrides).check("sft")
+
+
 @pytest.mark.parametrize("tensor, pipeline, world_size, data", [(1, 1, 1, 1), (2, 1, 8, 4), (2, 2, 4, 1), (8, 4, 64, 2)])
 def test_data_parallel_size(tensor, pipeline, world_size, data):
     assert Parallel(tensor=tensor, pipeline=pipeline).data(world_size) == data

@@ -45,13 +45,22 @@ def _balanced(order: list[int], lengths: Sequence[int], capacity: int, num_bins:
     return bins
 
 
+def _check_fits(units: Sequence[int], budget: MicroBatch, together: int) -> None:
+    """ValueError where a micro-batch cannot hold what must share one."""
+    if budget.sequences is not None and budget.sequences < together:
+        raise ValueError(f"micro_batch.sequences = {budget.sequences} cannot hold the {together} that stay together; raise it")
+    longest = max(range(len(units)), key=lambda u: units[u])
+    if budget.tokens is not None and units[longest] > budget.tokens:
+        first, last = longest * together, longest * together + together - 1
+        who = f"sequence {first} has" if together == 1 else f"sequences {first} to {last} have"
+        raise ValueError(
+            f"{who} {units[longest]} tokens, more than the {budget.tokens} tokens of a micro-batch; "
+            "raise micro_batch.tokens, or shorten data.max_prompt_tokens, rollout.max_tokens or supervised.max_tokens"
+        )
+
+
 def _by_tokens(lengths: Sequence[int], capacity: int, num_ranks: int) -> list[list[int]]:
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    if order and lengths[order[0]] > capacity:
-        raise ValueError(
-            f"sequence {order[0]} has {lengths[order[0]]} tokens, more than the {capacity} tokens of a micro-batch; "
-            "raise micro_batch.tokens, or shorten data.max_prompt_tokens or rollout.max_tokens"
-        )
     packed = _first_fit_decreasing(order, lengths, capacity)
     num_bins = -(-max(1, len(packed)) // num_ranks) * num_ranks
     return _balanced(order, lengths, capacity, num_bins) or packed
@@ -70,14 +79,15 @@ def plan_microbatches(
     Invariants: every sequence is in exactly one micro-batch that is not a fill; `together` neighbouring sequences (from
     a multiple of it) share one; no micro-batch exceeds the budget; all ranks have the same number of micro-batches, at
     least one; the plan depends on the arguments only.
-    A sequence (or neighbours together) longer than the budget is a ValueError that names it. `lengths` must not be empty,
-    nor have a remainder by `together`.
+    Raises ValueError, naming it, for a sequence (or neighbours together) that the budget cannot hold, and for `lengths` that
+    are empty or have a remainder by `together`.
     """
     if not lengths or len(lengths) % together:
         raise ValueError(f"cannot plan micro-batches of {len(lengths)} sequences, {together} together")
     units = [sum(lengths[u : u + together]) for u in range(0, len(lengths), together)]
+    _check_fits(units, budget, together)
     if budget.sequences is not None:
-        bins = _by_count(units, max(1, budget.sequences // together), num_ranks)
+        bins = _by_count(units, budget.sequences // together, num_ranks)
     else:
         bins = _by_tokens(units, budget.tokens, num_ranks)
     filled = sorted((b for b in bins if b), key=lambda b: (-sum(units[u] for u in b), b))
