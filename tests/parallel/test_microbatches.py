@@ -1,0 +1,105 @@
+"""The invariants of the micro-batch plan, as its docstring states them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_mc.config import MicroBatch
+from rlhf_mc.parallel.microbatches import PlannedMicrobatch, plan_microbatches
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
+RANKS = st.integers(1, 5)
+
+
+def check_shares(plan: list[list[PlannedMicrobatch]], num_sequences: int, num_ranks: int) -> None:
+    """What holds under every budget."""
+    real = [m.sequences for share in plan for m in share if not m.fill]
+    assert sorted(s for sequences in real for s in sequences) == list(range(num_sequences)), "each sequence is in one micro-batch"
+    assert all(sequences for sequences in real), "no micro-batch is empty"
+    assert len(plan) == num_ranks
+    counts = {len(share) for share in plan}
+    assert len(counts) == 1 and counts.pop() >= 1, "all ranks have the same number, at least one"
+    assert sum(m.fill for share in plan for m in share) < num_ranks, "no more fills than it takes"
+
+
+def check_together(plan: list[list[PlannedMicrobatch]], together: int) -> None:
+    for microbatch in (m for share in plan for m in share):
+        for first in microbatch.sequences[::together]:
+            assert first % together == 0
+            assert set(range(first, first + together)) <= set(microbatch.sequences)
+
+
+@given(LENGTHS, RANKS, st.integers(40, 200))
+def test_by_tokens(lengths: list[int], num_ranks: int, tokens: int) -> None:
+    plan = plan_microbatches(lengths, MicroBatch(tokens=tokens), num_ranks)
+    check_shares(plan, len(lengths), num_ranks)
+    assert all(sum(lengths[s] for s in m.sequences) <= tokens for share in plan for m in share)
+
+
+@given(LENGTHS, RANKS, st.integers(1, 12))
+def test_by_sequences(lengths: list[int], num_ranks: int, sequences: int) -> None:
+    plan = plan_microbatches(lengths, MicroBatch(tokens=None, sequences=sequences), num_ranks)
+    check_shares(plan, len(lengths), num_ranks)
+    assert all(len(m.sequences) <= sequences for share in plan for m in share)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=20), RANKS, st.integers(2, 3), st.booleans())
+def test_neighbours_stay_together(lengths: list[int], num_ranks: int, together: int, by_tokens: bool) -> None:
+    """As the two answers of a preference pair must."""
+    lengths = lengths * together
+    budget = MicroBatch(tokens=70) if by_tokens else MicroBatch(tokens=None, sequences=4)
+    plan = plan_microbatches(lengths, budget, num_ranks, together)
+    check_shares(plan, len(lengths), num_ranks)
+    check_together(plan, together)
+    if by_tokens:
+        assert all(sum(lengths[s] for s in m.sequences) <= 70 for share in plan for m in share)
+    else:
+        assert all(len(m.sequences) <= 4 for share in plan for m in share)
+
+
+@given(LENGTHS, RANKS, st.integers(40, 200))
+def test_the_plan_depends_on_its_arguments_only(lengths: list[int], num_ranks: int, tokens: int) -> None:
+    first = plan_microbatches(lengths, MicroBatch(tokens=tokens), num_ranks)
+    assert first == plan_microbatches(tuple(lengths), MicroBatch(tokens=tokens), num_ranks)
+
+
+@given(st.lists(st.integers(1, 40), min_size=8, max_size=60))
+def test_ranks_share_the_work(lengths: list[int]) -> None:
+    """Two ranks' tokens differ by at most what one micro-batch holds."""
+    plan = plan_microbatches(lengths, MicroBatch(tokens=64), 2)
+    loads = [sum(lengths[s] for m in share if not m.fill for s in m.sequences) for share in plan]
+    assert abs(loads[0] - loads[1]) <= 64
+
+
+def test_a_fill_is_the_cheapest_sequence() -> None:
+    plan = plan_microbatches([30, 10, 30], MicroBatch(tokens=30), 2)
+    fills = [m for share in plan for m in share if m.fill]
+    assert fills == [PlannedMicrobatch((1,), fill=True)]
+
+
+def test_more_ranks_than_sequences() -> None:
+    plan = plan_microbatches([5], MicroBatch(), 4)
+    assert [[m.fill for m in share] for share in plan] == [[False], [True], [True], [True]]
+
+
+def test_a_sequence_that_is_too_long_is_named() -> None:
+    with pytest.raises(ValueError, match=r"sequence 2 has 33 tokens.*32.*micro_batch\.tokens"):
+        plan_microbatches([4, 32, 33], MicroBatch(tokens=32), 2)
+
+
+def test_neighbours_that_are_too_long_together_are_named() -> None:
+    with pytest.raises(ValueError, match=r"sequences 2 to 3 have 33 tokens.*32.*micro_batch\.tokens"):
+        plan_microbatches([4, 4, 16, 17], MicroBatch(tokens=32), 2, together=2)
+
+
+def test_fewer_sequences_than_stay_together_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"micro_batch\.sequences.* 1 .* 2 "):
+        plan_microbatches([4, 4], MicroBatch(tokens=None, sequences=1), 1, together=2)
+
+
+@pytest.mark.parametrize(("lengths", "together"), [([], 1), ([4, 4, 4], 2)])
+def test_an_empty_batch_or_a_broken_pair_is_refused(lengths: list[int], together: int) -> None:
+    with pytest.raises(ValueError, match=f"{len(lengths)} sequences"):
+        plan_microbatches(lengths, MicroBatch(), 1, together)
