@@ -124,7 +124,8 @@ def cpu_tensors_pass_for_cuda(active: bool = True) -> Iterator[None]:
 
     def type_as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = real_type(tensor, *args, **kwargs)
-        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+        names_cpu = isinstance(answer, str) and not answer.startswith("torch.cuda.")
+        return answer.replace("torch.", "torch.cuda.", 1) if names_cpu else answer
 
     torch.Tensor.type, torch.Tensor.cuda = type_as_on_cuda, lambda tensor, *args, **kwargs: tensor
     try:
