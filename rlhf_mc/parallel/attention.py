@@ -8,7 +8,7 @@ causal masking keeps padding out of every real row, and each sequence is its own
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +26,19 @@ _MIN_LENGTH_RATIO = 0.75
 class KernelGroup:
     """Sequences that go through one attention call.
 
-    source: int64[n], their tokens in the packed order.  destination: int64[n], places in the padded [rows * longest].
+    tokens: int64[n], their tokens in the packed order.  places: int64[n], where these lie in the padded [rows * longest].
+    padded: int64[rows * longest], the packed token at each place; T, one past the last, at places of padding.
     """
 
-    source: Tensor
-    destination: Tensor
+    tokens: Tensor
+    places: Tensor
+    padded: Tensor
     rows: int
     longest: int
+
+    def to(self, device: torch.device) -> KernelGroup:
+        """The same on `device`."""
+        return replace(self, tokens=self.tokens.to(device), places=self.places.to(device), padded=self.padded.to(device))
 
 
 @dataclass
@@ -65,15 +71,18 @@ def _kernel_group(members: list[int], lengths: Tensor, offsets: Tensor) -> Kerne
     chosen = lengths[index]
     within = ragged_arange(chosen)
     longest = int(chosen.max())
-    rows = torch.arange(len(members)).repeat_interleave(chosen)
-    return KernelGroup(offsets[index].repeat_interleave(chosen) + within, rows * longest + within, len(members), longest)
+    tokens = offsets[index].repeat_interleave(chosen) + within
+    places = torch.arange(len(members)).repeat_interleave(chosen) * longest + within
+    padded = torch.full((len(members) * longest,), int(offsets[-1]))
+    padded[places] = tokens
+    return KernelGroup(tokens, places, padded, len(members), longest)
 
 
 def pack_sequences(lengths: Tensor, cos: Tensor, sin: Tensor, device: torch.device) -> PackedSequences:
     """The record for sequences of these lengths (int64[B], host). cos, sin: tables [positions, head_dim] on `device`."""
     offsets = offsets_of(lengths)
     groups = [_kernel_group(members, lengths, offsets) for members in group_by_length(lengths.tolist())]
-    source = torch.cat([g.source for g in groups])
+    source = torch.cat([g.tokens for g in groups])
     in_order = bool((source == torch.arange(source.numel())).all())
     positions = ragged_arange(lengths).to(device)
     cu_seqlens = offsets.to(device=device, dtype=torch.int32)
@@ -86,25 +95,40 @@ def pack_sequences(lengths: Tensor, cos: Tensor, sin: Tensor, device: torch.devi
         max_seqlen_kv=longest,
         cos=cos[positions],
         sin=sin[positions],
-        groups=tuple(KernelGroup(g.source.to(device), g.destination.to(device), g.rows, g.longest) for g in groups),
+        groups=tuple(group.to(device) for group in groups),
         order=None if in_order else source.argsort().to(device),
     )
 
 
-class _MoveRows(torch.autograd.Function):
-    """out[destination] = x[source], other rows zero. Each row moves at most once, so the backward is the reverse move."""
+class _Pad(torch.autograd.Function):
+    """The group's tokens at their padded places, zeros elsewhere. A token lies at one place, so the backward only selects."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, source: Tensor, destination: Tensor, size: int) -> Tensor:
-        ctx.save_for_backward(source, destination)
-        ctx.size = x.size(0)
-        return x.new_zeros(size, *x.shape[1:]).index_copy_(0, destination, x.index_select(0, source))
+    def forward(ctx, x: Tensor, group: KernelGroup) -> Tensor:
+        ctx.group, ctx.size = group, x.size(0)
+        return torch.cat((x, x.new_zeros(1, *x.shape[1:]))).index_select(0, group.padded)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        source, destination = ctx.saved_tensors
-        back = grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(0, source, grad.index_select(0, destination))
-        return back, None, None, None
+        back = grad.new_zeros(ctx.size, *grad.shape[1:])
+        back[ctx.group.tokens] = grad.index_select(0, ctx.group.places)
+        return back, None
+
+
+class _Unpad(torch.autograd.Function):
+    """The padded places' tokens, in the group's order; the backward pads."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: KernelGroup) -> Tensor:
+        ctx.group = group
+        return x.index_select(0, group.places)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        group = ctx.group
+        back = grad.new_zeros(group.padded.numel(), *grad.shape[1:])
+        back[group.places] = grad
+        return back, None
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -146,14 +170,9 @@ class PackedAttention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, group: KernelGroup) -> Tensor:
         """One kernel call; the group's tokens in the group's order, [n, heads, d]."""
-        size = group.rows * group.longest
-        repeats = query.size(1) // key.size(1)
-        q, k, v = (
-            _MoveRows.apply(x, group.source, group.destination, size).view(group.rows, group.longest, *x.shape[1:]).transpose(1, 2)
-            for x in (query, key, value)
-        )
-        if repeats > 1:
-            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        shape = (group.rows, group.longest)
+        q, k, v = (_Pad.apply(x, group).view(*shape, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
         mask = _causal_mask(group.longest, self.window, query.device)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale)
-        return out.transpose(1, 2).reshape(size, *query.shape[1:]).index_select(0, group.destination)
+        grouped = query.size(1) != key.size(1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped)
+        return _Unpad.apply(out.transpose(1, 2).reshape(-1, *query.shape[1:]), group)

@@ -104,16 +104,16 @@ class _VocabularyParallelLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         with_entropy = bool(grad_entropy.any())
+        per_logit = 1.0 / ctx.scope.temperature
         for c in _chunks(hidden.size(0), weight.size(0)):
             # d logprob / d x_j = [j is target] - p_j;  d entropy / d x_j = -p_j (x_j - mean_logit)
             logits = _logits(hidden[c], weight, ctx.scope, _at(banned, c))
-            probs = (logits - log_normaliser[c, None]).exp_()
-            slope = grad_logprob[c, None]
+            slope = -grad_logprob[c, None] * per_logit
             if with_entropy:
-                slope = slope + grad_entropy[c, None] * logits.sub_(mean_logit[c, None])
-            grad = probs.mul_(slope).neg_()
-            grad.scatter_add_(1, rows[c, None], torch.where(present[c], grad_logprob[c], 0.0)[:, None])
-            grad = grad.div_(ctx.scope.temperature).to(hidden.dtype)
+                slope = slope - grad_entropy[c, None] * per_logit * (logits - mean_logit[c, None])
+            grad = logits.sub_(log_normaliser[c, None]).exp_().mul_(slope)
+            grad.scatter_add_(1, rows[c, None], torch.where(present[c], grad_logprob[c] * per_logit, 0.0)[:, None])
+            grad = grad.to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[c])
             if grad_weight is not None:
                 grad_weight.addmm_(grad.t(), hidden[c])
