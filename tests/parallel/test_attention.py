@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rlhf_mc.parallel.attention import PackedAttention, _MoveRows, group_by_length, pack_sequences
+from rlhf_mc.parallel.attention import KernelGroup, PackedAttention, _Pad, _Unpad, group_by_length, pack_sequences
 
 HEADS, KV_HEADS, HEAD_DIM, POSITIONS = 4, 2, 6, 64
 
@@ -117,7 +117,10 @@ def test_groups_bound_the_padding(lengths: list[int]) -> None:
 
 def test_moving_rows_has_the_gradient_of_its_formula() -> None:
     x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
-    source, destination = torch.tensor([2, 0, 3]), torch.tensor([5, 1, 0])
-    assert torch.autograd.gradcheck(lambda x: _MoveRows.apply(x, source, destination, 6), (x,))
-    moved = _MoveRows.apply(x, source, destination, 6)
-    assert torch.equal(moved[destination], x[source]) and not moved[[2, 3, 4]].any()
+    tokens, places = torch.tensor([2, 0, 3]), torch.tensor([5, 1, 0])
+    group = KernelGroup(tokens, places, torch.tensor([3, 0, 4, 4, 4, 2]), rows=2, longest=3)
+    assert torch.autograd.gradcheck(lambda x: _Pad.apply(x, group), (x,))
+    padded = _Pad.apply(x, group)
+    assert torch.equal(padded[places], x[tokens]) and not padded[[2, 3, 4]].any()
+    assert torch.autograd.gradcheck(lambda y: _Unpad.apply(y, group), (padded.detach().requires_grad_(),))
+    assert torch.equal(_Unpad.apply(padded, group), x[tokens])
