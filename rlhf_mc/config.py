@@ -389,6 +389,21 @@ class Settings:
     wandb: Wandb = field(default_factory=Wandb)
 
     @property
+    def num_sequences(self) -> int:
+        """Sequences of one rollout."""
+        return self.data.prompts_per_iteration * self.rollout.samples_per_prompt
+
+    @property
+    def mini_batch_sequences(self) -> int:
+        """Sequences of one optimizer step."""
+        return self.algorithm.mini_batch_sequences or self.num_sequences
+
+    @property
+    def num_minibatches(self) -> int:
+        """Optimizer steps of one epoch over a rollout."""
+        return self.num_sequences // self.mini_batch_sequences
+
+    @property
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence that any program of these settings can meet; rotary tables have this size."""
         return max(self.data.max_prompt_tokens + self.rollout.max_tokens, self.supervised.max_tokens)

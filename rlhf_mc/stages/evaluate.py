@@ -20,11 +20,11 @@ def evaluate(run: Run, iteration: int) -> dict[str, float]:
 
     Syncs the weights first; afterwards the engine is asleep and the trainer is off the device.
     """
-    if run.validation is None:
+    if run.sources.validation is None:
         return {}
     sync_weights(run)
     with run.clock.stage("evaluate"):
-        rollout = generate(run, run.validation.all(), replace(run.settings.rollout, samples_per_prompt=1), iteration, greedy=True)
+        rollout = generate(run, run.sources.validation.all(), replace(run.settings.rollout, samples_per_prompt=1), iteration, greedy=True)
         results = collect_functions(run, submit_functions(run, rollout))
         metrics = {f"val/{r.function.label}": torch.tensor(r.values).nanmean().item() for r in results.functions}
         metrics["val/response_length"] = rollout.response_lengths.float().mean().item()

@@ -45,7 +45,7 @@ def make_experience(run: Run, iteration: int) -> Experience:
     The order of the roles is such that each is loaded as seldom as possible: the critic, last here, is first to train.
     """
     with run.clock.stage("generate"):
-        rollout = generate(run, run.prompts.batch(iteration), run.settings.rollout, iteration)
+        rollout = generate(run, run.sources.prompts.batch(iteration), run.settings.rollout, iteration)
     functions = submit_functions(run, rollout)
     with run.clock.stage("score"):
         ref_logprobs = score_with(run, Role.REFERENCE, rollout, "predicted")

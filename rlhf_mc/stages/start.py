@@ -15,14 +15,21 @@ from rlhf_mc.models.heads import Sampling
 from rlhf_mc.models.hf_config import read_shape
 from rlhf_mc.models.optimizer import kernels_in_use
 from rlhf_mc.models.role import Role, RoleModel, build_role
-from rlhf_mc.offload import Ledger, ModelState, Part, Residency
+from rlhf_mc.offload import Ledger, ModelState, Residency
 from rlhf_mc.parallel.grids import RolloutGrid
 from rlhf_mc.parallel.world import World
 from rlhf_mc.pipeline.engine import Engine, stop_token_ids
 from rlhf_mc.rewards.pool import RewardPool
 from rlhf_mc.tracking import StageClock, Tracker
 
-TRAINING = Part.PARAMS | Part.GRADS | Part.MAIN_PARAMS | Part.OPTIMIZER
+
+@dataclass(frozen=True)
+class Sources:
+    """Where rows come from: prompts to train on, held-out prompts, text for the ptx loss; the latter two if configured."""
+
+    prompts: PromptSource
+    validation: PromptSource | None
+    ptx: PretrainText | None
 
 
 @dataclass
@@ -38,9 +45,7 @@ class Run:
     tracker: Tracker
     clock: StageClock
     tokenizer: PreTrainedTokenizerBase
-    prompts: PromptSource
-    validation: PromptSource | None
-    ptx: PretrainText | None
+    sources: Sources
     roles: dict[Role, RoleModel]
     residency: Residency
     engine: Engine
@@ -60,42 +65,35 @@ class Run:
         """The value model."""
         return self.roles[Role.CRITIC]
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of one rollout."""
-        return self.settings.data.prompts_per_iteration * self.settings.rollout.samples_per_prompt
 
-    @property
-    def num_minibatches(self) -> int:
-        """Optimizer steps of one epoch over a rollout."""
-        return self.num_sequences // (self.settings.algorithm.mini_batch_sequences or self.num_sequences)
+def read_sources(settings: Settings, tokenizer: PreTrainedTokenizerBase, tracker: Tracker) -> Sources:
+    """Reads and encodes all rows, and says what was dropped. Raises ConfigError for what cannot be read."""
+    data, encoder = settings.data, Encoder(tokenizer, chat_template=settings.data.chat_template)
 
+    def prompts(key: str, files: list[str]) -> PromptSource:
+        source = PromptSource(
+            read_rows(files, key),
+            encoder,
+            prompts_per_iteration=data.prompts_per_iteration,
+            max_prompt_tokens=data.max_prompt_tokens,
+            seed=settings.trainer.seed,
+            shuffle=data.shuffle,
+        )
+        tracker.say(f"{key}: {source.report}")
+        return source
 
-def _prompt_source(files: list[str], key: str, encoder: Encoder, settings: Settings, tracker: Tracker) -> PromptSource:
-    data = settings.data
-    source = PromptSource(
-        read_rows(files, key),
-        encoder,
-        prompts_per_iteration=data.prompts_per_iteration,
-        max_prompt_tokens=data.max_prompt_tokens,
-        seed=settings.trainer.seed,
-        shuffle=data.shuffle,
-    )
-    tracker.say(f"{key}: {source.report}")
-    return source
-
-
-def _ptx_source(encoder: Encoder, settings: Settings, num_sequences: int) -> PretrainText | None:
-    if not settings.actor.ptx_coef:
-        return None
-    return PretrainText(
-        read_rows(settings.data.ptx, "data.ptx"),
-        encoder,
-        batch_size=settings.algorithm.mini_batch_sequences or num_sequences,
-        max_tokens=settings.longest_sequence,
-        seed=settings.trainer.seed,
-        shuffle=settings.data.shuffle,
-    )
+    ptx = None
+    if settings.actor.ptx_coef:
+        ptx = PretrainText(
+            read_rows(data.ptx, "data.ptx"),
+            encoder,
+            batch_size=settings.mini_batch_sequences,
+            max_tokens=settings.longest_sequence,
+            seed=settings.trainer.seed,
+            shuffle=data.shuffle,
+        )
+    validation = prompts("data.validation", data.validation) if data.validation else None
+    return Sources(prompts("data.train", data.train), validation, ptx)
 
 
 def role_paths(settings: Settings) -> dict[Role, str]:
@@ -119,59 +117,49 @@ def check_models(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> None
             check_same_vocabulary(tokenizer, other, "actor.path", key)
 
 
-def _build_roles(settings: Settings, world: World, tracker: Tracker) -> dict[Role, RoleModel]:
-    """Collective over all ranks."""
+def _build_roles(settings: Settings, world: World, tracker: Tracker) -> tuple[dict[Role, RoleModel], Residency]:
+    """Collective over all ranks. Each role goes to the host as soon as it is built, so that the device never holds two."""
     trained = {Role.ACTOR: settings.actor.optim, Role.CRITIC: settings.critic.optim}
-    roles = {}
+    roles: dict[Role, RoleModel] = {}
+    residency = Residency(world, [], Ledger(), enabled=settings.offload.enabled)
     for role, path in role_paths(settings).items():
         tracker.say(f"{role.value}: weights from {path}")
         head = "value" if role in (Role.CRITIC, Role.REWARD) else "language"
         roles[role] = build_role(role, head, path, settings, world, trained.get(role))
-    return roles
+        residency.adopt(ModelState.of(roles[role]))
+    return roles, residency
 
 
 @contextmanager
 def start_ppo(settings: Settings, world: World) -> Iterator[Run]:
     """Collective over all ranks. The run, closed at the end: engine, reward workers, trackers."""
+    reward, rollout = settings.reward, settings.rollout
     with ExitStack() as stack:
         tracker = stack.enter_context(Tracker(settings, world.rank, settings.trainer.iterations))
         tokenizer = load_tokenizer(settings.actor.path, settings.trainer.trust_remote_code)
         check_models(settings, tokenizer)
-        encoder = Encoder(tokenizer, chat_template=settings.data.chat_template)
-        prompts = _prompt_source(settings.data.train, "data.train", encoder, settings, tracker)
-        validation = None
-        if settings.data.validation:
-            validation = _prompt_source(settings.data.validation, "data.validation", encoder, settings, tracker)
-        reward = settings.reward
+        sources = read_sources(settings, tokenizer, tracker)
         pool = stack.enter_context(RewardPool(reward.functions, reward.num_workers, reward.timeout_seconds, reward.max_error_rate))
         tracker.say(f"{world.size} ranks on {world.device.type}, {settings.trainer.dtype}; {kernels_in_use(world.device)}")
-        roles = _build_roles(settings, world, tracker)
-        states = [ModelState.of(model) for model in roles.values()]
-        residency = Residency(world, states, Ledger(), enabled=settings.offload.enabled)
-        residency.all_off()
+        roles, residency = _build_roles(settings, world, tracker)
         tracker.say("engine: starting vLLM")
         stops = stop_token_ids(settings.actor.path, tokenizer.eos_token_id)
-        grid = RolloutGrid(world.size, world.rank, settings.rollout.tensor_parallel)
-        engine = Engine(
-            settings.actor.path, settings.rollout, settings.trainer.dtype, grid, settings.trainer.seed, settings.data.max_prompt_tokens, stops
-        )
+        grid = RolloutGrid(world.size, world.rank, rollout.tensor_parallel)
+        trainer = settings.trainer
+        engine = Engine(settings.actor.path, rollout, trainer.dtype, grid, trainer.seed, settings.data.max_prompt_tokens, stops)
         stack.callback(engine.close)
-        run = Run(
+        yield Run(
             settings=settings,
             world=world,
             tracker=tracker,
             clock=StageClock(world.device, world.rank),
             tokenizer=tokenizer,
-            prompts=prompts,
-            validation=validation,
-            ptx=None,
+            sources=sources,
             roles=roles,
             residency=residency,
             engine=engine,
             rollout_grid=grid,
             reward_pool=pool,
-            sampling=Sampling(settings.rollout.temperature, settings.rollout.min_tokens, tuple(stops)),
+            sampling=Sampling(rollout.temperature, rollout.min_tokens, tuple(stops)),
             kl=KLController.from_settings(settings.algorithm.kl),
         )
-        run.ptx = _ptx_source(encoder, settings, run.num_sequences)
-        yield run

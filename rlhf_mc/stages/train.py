@@ -14,7 +14,8 @@ from rlhf_mc.config import Actor, Critic
 from rlhf_mc.models.loss import Loss, LossSum
 from rlhf_mc.models.passes import accumulate_gradients, update, zero_gradients
 from rlhf_mc.models.role import Role, RoleModel
-from rlhf_mc.stages.start import TRAINING, Run
+from rlhf_mc.offload import TRAINING
+from rlhf_mc.stages.start import Run
 
 POLICY_STATS = ("pg_loss", "ppo_kl", "ratio", "pg_clipfrac", "pg_clipfrac_lower", "ratio_clipped_low", "ratio_clipped_high", "entropy")
 VALUE_STATS = ("vf_loss", "vf_clipfrac", "vpred_mean")
@@ -25,14 +26,14 @@ def mini_batches(run: Run, experience: Experience, iteration: int, epoch: int) -
     seed = numpy.random.SeedSequence((run.settings.trainer.seed, iteration, epoch)).generate_state(1)
     generator = torch.Generator().manual_seed(int(seed[0]))
     order = torch.randperm(len(experience), generator=generator)
-    for indices in order.chunk(run.num_minibatches):
+    for indices in order.chunk(run.settings.num_minibatches):
         yield experience.select(indices.sort().values)
 
 
 def _steps(run: Run, experience: Experience, iteration: int) -> Iterator[tuple[int, TrainingSlice]]:
     """(number of the optimizer step in the whole run, its mini-batch) for all epochs of one iteration."""
     epochs = run.settings.algorithm.epochs
-    step = iteration * epochs * run.num_minibatches
+    step = iteration * epochs * run.settings.num_minibatches
     for epoch in range(epochs):
         for mini_batch in mini_batches(run, experience, iteration, epoch):
             if mini_batch.num_trained_tokens:
@@ -41,7 +42,7 @@ def _steps(run: Run, experience: Experience, iteration: int) -> Iterator[tuple[i
 
 
 def _learning_rate(run: Run, section: Actor | Critic, step: int) -> float:
-    return lr_at(step, run.settings.trainer.iterations * run.settings.algorithm.epochs * run.num_minibatches, section.optim)
+    return lr_at(step, run.settings.trainer.iterations * run.settings.algorithm.epochs * run.settings.num_minibatches, section.optim)
 
 
 def train(run: Run, experience: Experience, iteration: int) -> dict[str, float]:
@@ -76,7 +77,7 @@ def train_actor(run: Run, experience: Experience, iteration: int) -> dict[str, f
         zero_gradients(run.actor)
         loss = actor_loss(run, mini_batch)
         sums = accumulate_gradients(run.actor, mini_batch.sequences, "predicted", section.micro_batch, loss, run.sampling)
-        extra = accumulate_ptx(run, step) if run.ptx else {}
+        extra = accumulate_ptx(run, step) if run.sources.ptx else {}
         lr = _learning_rate(run, section, step)
         meter.add(sums, mini_batch.num_trained_tokens, grad_norm=update(run.actor, lr), lr=lr, **extra)
     return meter.means()
@@ -117,7 +118,7 @@ def actor_loss(run: Run, mini_batch: TrainingSlice) -> Loss:
 
 def accumulate_ptx(run: Run, step: int) -> dict[str, float]:
     """Collective over all ranks. Adds the gradient of the language-model loss on pretraining text (arXiv:2203.02155), times its coefficient."""
-    batch = run.ptx.batch(step)
+    batch = run.sources.ptx.batch(step)
     count, coef = int(batch.loss_mask.sum()), run.settings.actor.ptx_coef
 
     def of(answers, packed) -> LossSum:

@@ -80,6 +80,7 @@ class StageClock:
         self._lock = threading.Lock()
         self._host = HostMemory()
         self._open: list[_OpenStage] = []
+        self._run_peak = 0
         self._origin = time.perf_counter()
         self._origin_unix_seconds = time.time()
         self._begin_iteration()
@@ -111,6 +112,13 @@ class StageClock:
             result["perf/total_num_tokens"] = total_num_tokens
             result["perf/throughput"] = total_num_tokens / (seconds * num_devices)
         return result
+
+    @property
+    def host_peak_gib(self) -> float:
+        """Most memory that this process held since the clock was made."""
+        with self._lock:
+            self._fold_peaks()
+            return self._run_peak / GIB
 
     def write_trace(self, path: Path | str) -> None:
         """Writes all spans as a Chrome trace (chrome://tracing, ui.perfetto.dev). Files of several ranks can be joined:
@@ -174,6 +182,7 @@ class StageClock:
             stage.host_peak_bytes = max(stage.host_peak_bytes, host)
             stage.device_peak_bytes = max(stage.device_peak_bytes, device)
         self._host_peak = max(self._host_peak, host)
+        self._run_peak = max(self._run_peak, host)
         self._device_peak = max(self._device_peak, device)
 
     def _memory_metrics(self) -> dict[str, float]:

@@ -13,6 +13,7 @@ import json
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -102,7 +103,7 @@ def measure(model: str, dtype: str, repeats: int) -> dict:
         settings = settings_for(model, dtype, output)
         world = join_world(settings)
         with start_ppo(settings, world) as run:
-            run.prompts = FixedPrompts(shape.vocab)
+            run.sources = replace(run.sources, prompts=FixedPrompts(shape.vocab))
             for iteration in range(repeats + 1):
                 rates.append(gemm_rate(TORCH_DTYPES[dtype]))
                 run.clock.metrics()
