@@ -6,7 +6,6 @@ with exit status 2; an error on one rank is printed with its number and ends the
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -14,13 +13,8 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 from rlhf_mc.config import ConfigError, Program, Settings
 from rlhf_mc.recipe import check_files, load_settings, to_yaml
-
-if TYPE_CHECKING:
-    from rlhf_mc.parallel.world import World
 
 _PR_SET_PDEATHSIG = 1
 
@@ -66,8 +60,8 @@ def use_share_of_cores() -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
 
 
-def run_program(program: Program, work: Callable[[Settings, World], None], argv: list[str] | None = None) -> None:
-    """Runs `work` in a world made from the command line; ends the process with its status."""
+def run_program(program: Program, work: Callable[[Settings], None], argv: list[str] | None = None) -> None:
+    """Runs `work`, which joins the world when its data are read, with the command line's settings; ends the process with its status."""
     rank = int(os.environ.get("RANK", "0"))
     _die_with_parent()
     quiet_libraries()
@@ -76,15 +70,14 @@ def run_program(program: Program, work: Callable[[Settings, World], None], argv:
         if settings is None:
             sys.exit(0)
         use_share_of_cores()
-        from rlhf_mc.parallel.world import join_world, leave_world
-
-        work(settings, join_world(settings))
+        work(settings)
     except ConfigError as error:
         _end(f"rlhf_mc: {program}: {error}", 2)
     except Exception:
         _end(f"rlhf_mc: {program}: error on rank {rank}:\n{traceback.format_exc()}", 1)
-    with contextlib.suppress(Exception):
-        leave_world()
+    from rlhf_mc.parallel.world import leave_world
+
+    leave_world()
 
 
 def _end(message: str, status: int) -> None:

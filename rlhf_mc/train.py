@@ -8,10 +8,9 @@ from rlhf_mc.launch import run_program
 
 if TYPE_CHECKING:
     from rlhf_mc.config import Settings
-    from rlhf_mc.parallel.world import World
 
 
-def ppo(settings: Settings, world: World) -> None:
+def ppo(settings: Settings) -> None:
     """Collective over all ranks: the whole run."""
     # Imported here, after the settings were checked: vLLM and megatron-core take many seconds.
     from rlhf_mc.stages.evaluate import evaluate, sample_rows
@@ -23,7 +22,7 @@ def ppo(settings: Settings, world: World) -> None:
     from rlhf_mc.stages.train import train
 
     trainer = settings.trainer
-    with start_ppo(settings, world) as run:
+    with start_ppo(settings) as run:
         before = evaluate(run, iteration=0)
         for iteration in range(trainer.iterations):
             sync_weights(run)

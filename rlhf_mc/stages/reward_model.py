@@ -14,7 +14,6 @@ from rlhf_mc.models.loss import Loss, LossSum
 if TYPE_CHECKING:
     from rlhf_mc.config import Settings
     from rlhf_mc.parallel.packing import PackedMicrobatch
-    from rlhf_mc.parallel.world import World
 
 
 def preference_loss(batch: SequenceBatch) -> tuple[Loss, int]:
@@ -34,13 +33,13 @@ def held_out_accuracy(scores: Tensor) -> dict[str, float]:
     return {f"val/{name}": (total / sums.count).item() for name, total in sums.stats.items()}
 
 
-def reward_model(settings: Settings, world: World) -> None:
+def reward_model(settings: Settings) -> None:
     """Collective over all ranks: the whole program."""
     from rlhf_mc.data import PreferencePairs
     from rlhf_mc.models.role import Role
     from rlhf_mc.stages.supervised import Objective, fit
 
-    fit(settings, world, Objective(Role.REWARD, PreferencePairs, "value", "last", preference_loss, held_out_accuracy))
+    fit(settings, Objective(Role.REWARD, PreferencePairs, "value", "last", preference_loss, held_out_accuracy))
 
 
 if __name__ == "__main__":

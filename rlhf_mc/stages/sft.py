@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rlhf_mc.config import Settings
     from rlhf_mc.models.heads import TokenLogprobs
     from rlhf_mc.parallel.packing import PackedMicrobatch
-    from rlhf_mc.parallel.world import World
 
 
 def response_loss(batch: SequenceBatch) -> tuple[Loss, int]:
@@ -37,13 +36,13 @@ def held_out_loss(logprobs: Tensor) -> dict[str, float]:
     return {"val/loss": loss, "val/perplexity": math.exp(loss)}
 
 
-def sft(settings: Settings, world: World) -> None:
+def sft(settings: Settings) -> None:
     """Collective over all ranks: the whole program."""
     from rlhf_mc.data import SupervisedExamples
     from rlhf_mc.models.role import Role
     from rlhf_mc.stages.supervised import Objective, fit
 
-    fit(settings, world, Objective(Role.ACTOR, SupervisedExamples, "language", "predicted", response_loss, held_out_loss))
+    fit(settings, Objective(Role.ACTOR, SupervisedExamples, "language", "predicted", response_loss, held_out_loss))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from rlhf_mc.models.optimizer import kernels_in_use
 from rlhf_mc.models.role import Role, RoleModel, build_role
 from rlhf_mc.offload import Ledger, ModelState, Residency
 from rlhf_mc.parallel.grids import RolloutGrid
-from rlhf_mc.parallel.world import World
+from rlhf_mc.parallel.world import World, join_world
 from rlhf_mc.pipeline.engine import Engine, stop_token_ids
 from rlhf_mc.rewards.pool import RewardPool
 from rlhf_mc.tracking import StageClock, Tracker
@@ -30,6 +30,12 @@ class Sources:
     prompts: PromptSource
     validation: PromptSource | None
     ptx: PretrainText | None
+
+    def report(self, tracker: Tracker) -> None:
+        """Says how many prompts there are, and which were dropped for their length."""
+        tracker.say(f"data.train: {self.prompts.report}")
+        if self.validation is not None:
+            tracker.say(f"data.validation: {self.validation.report}")
 
 
 @dataclass
@@ -66,12 +72,12 @@ class Run:
         return self.roles[Role.CRITIC]
 
 
-def read_sources(settings: Settings, tokenizer: PreTrainedTokenizerBase, tracker: Tracker) -> Sources:
-    """Reads and encodes all rows, and says what was dropped. Raises ConfigError for what cannot be read."""
+def read_sources(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Sources:
+    """Reads and encodes all rows. Raises ConfigError for what cannot be read. Alike on every rank; no collective."""
     data, encoder = settings.data, Encoder(tokenizer, chat_template=settings.data.chat_template)
 
     def prompts(key: str, files: list[str]) -> PromptSource:
-        source = PromptSource(
+        return PromptSource(
             read_rows(files, key),
             encoder,
             prompts_per_iteration=data.prompts_per_iteration,
@@ -79,8 +85,6 @@ def read_sources(settings: Settings, tokenizer: PreTrainedTokenizerBase, tracker
             seed=settings.trainer.seed,
             shuffle=data.shuffle,
         )
-        tracker.say(f"{key}: {source.report}")
-        return source
 
     ptx = None
     if settings.actor.ptx_coef:
@@ -131,14 +135,16 @@ def _build_roles(settings: Settings, world: World, tracker: Tracker) -> tuple[di
 
 
 @contextmanager
-def start_ppo(settings: Settings, world: World) -> Iterator[Run]:
-    """Collective over all ranks. The run, closed at the end: engine, reward workers, trackers."""
+def start_ppo(settings: Settings) -> Iterator[Run]:
+    """Collective over all ranks, once models and data were checked. The run, closed at the end: engine, reward workers, trackers."""
     reward, rollout = settings.reward, settings.rollout
+    tokenizer = load_tokenizer(settings.actor.path, settings.trainer.trust_remote_code)
+    check_models(settings, tokenizer)
+    sources = read_sources(settings, tokenizer)
     with ExitStack() as stack:
+        world = join_world(settings)
         tracker = stack.enter_context(Tracker(settings, world.rank, settings.trainer.iterations))
-        tokenizer = load_tokenizer(settings.actor.path, settings.trainer.trust_remote_code)
-        check_models(settings, tokenizer)
-        sources = read_sources(settings, tokenizer, tracker)
+        sources.report(tracker)
         pool = stack.enter_context(RewardPool(reward.functions, reward.num_workers, reward.timeout_seconds, reward.max_error_rate))
         tracker.say(f"{world.size} ranks on {world.device.type}, {settings.trainer.dtype}; {kernels_in_use(world.device)}")
         roles, residency = _build_roles(settings, world, tracker)

@@ -18,7 +18,7 @@ from rlhf_mc.models.optimizer import kernels_in_use
 from rlhf_mc.models.passes import accumulate_gradients, score, update, zero_gradients
 from rlhf_mc.models.role import Role, RoleModel, build_role
 from rlhf_mc.parallel.packing import Asked
-from rlhf_mc.parallel.world import World
+from rlhf_mc.parallel.world import join_world
 from rlhf_mc.tracking import Comparison, StageClock, Tracker
 
 Source = SupervisedExamples | PreferencePairs
@@ -60,11 +60,12 @@ def _read(objective: Objective, files: list[str], key: str, settings: Settings) 
     )
 
 
-def fit(settings: Settings, world: World, objective: Objective) -> None:
-    """Collective over all ranks: the whole program. Logs every step, measures on held-out rows, saves to trainer.output_dir/model."""
+def fit(settings: Settings, objective: Objective) -> None:
+    """Collective over all ranks, once the data are read: the whole program. Logs every step, measures on held-out rows, saves to trainer.output_dir/model."""
     section = settings.supervised
     source = _read(objective, settings.data.train, "data.train", settings)
     held_out = _read(objective, settings.data.validation, "data.validation", settings)
+    world = join_world(settings)
     total = min(source.num_steps(section.epochs), section.max_steps or source.num_steps(section.epochs))
     with Tracker(settings, world.rank, total) as tracker:
         tracker.say(f"data.train: {source.report}")

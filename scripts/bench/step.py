@@ -90,7 +90,7 @@ def settings_for(model: str, dtype: str, output: str) -> Settings:
 
 def measure(model: str, dtype: str, repeats: int) -> dict:
     """Runs the steps and prints the table; the JSON object of the last line."""
-    from rlhf_mc.parallel.world import join_world, leave_world
+    from rlhf_mc.parallel.world import leave_world
     from rlhf_mc.stages.make_experience import make_experience
     from rlhf_mc.stages.start import start_ppo
     from rlhf_mc.stages.sync_weights import sync_weights
@@ -101,8 +101,7 @@ def measure(model: str, dtype: str, repeats: int) -> dict:
     steps, rates, stages = [], [], []
     with tempfile.TemporaryDirectory() as output:
         settings = settings_for(model, dtype, output)
-        world = join_world(settings)
-        with start_ppo(settings, world) as run:
+        with start_ppo(settings) as run:
             run.sources = replace(run.sources, prompts=FixedPrompts(shape.vocab))
             for iteration in range(repeats + 1):
                 rates.append(gemm_rate(TORCH_DTYPES[dtype]))
