@@ -67,7 +67,7 @@ class Optim:
     min_lr: float = 0.0  #: where the schedule ends
     schedule: Literal["constant", "linear", "cosine"] = "constant"  #: shape after the warm-up
     warmup_steps: int = 0  #: optimizer steps of linear warm-up from 0
-    weight_decay: float = 0.0  #: decoupled weight decay
+    weight_decay: float = 0.0  #: decoupled weight decay; none of norms and biases
     beta1: float = 0.9  #: decay of the first moment
     beta2: float = 0.95  #: decay of the second moment
     eps: float = 1e-8  #: added to the root of the second moment

@@ -74,6 +74,9 @@ def build_optimizer(ddp: DistributedDataParallel, optim: Optim, dtype: torch.dty
     )
     with cpu_tensors_pass_for_cuda(device.type == "cpu"):
         optimizer = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False)
+    for group in optimizer.param_groups:
+        # megatron leaves this to its own learning-rate scheduler: no decay of norms and biases.
+        group["weight_decay"] = optim.weight_decay * group["wd_mult"]
     for adam in torch_optimizers(optimizer):
         if isinstance(adam, torch.optim.AdamW):
             # One pass over memory instead of about ten; torch has this kernel on CPU and on CUDA.
