@@ -113,14 +113,3 @@ def test_groups_bound_the_padding(lengths: list[int]) -> None:
     for group in groups:
         members = [lengths[index] for index in group]
         assert min(members) >= 0.75 * max(members) == 0.75 * members[0]
-
-
-def test_moving_rows_has_the_gradient_of_its_formula() -> None:
-    x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
-    tokens, places = torch.tensor([2, 0, 3]), torch.tensor([5, 1, 0])
-    group = KernelGroup(tokens, places, torch.tensor([3, 0, 4, 4, 4, 2]), rows=2, longest=3)
-    assert torch.autograd.gradcheck(lambda x: _Pad.apply(x, group), (x,))
-    padded = _Pad.apply(x, group)
-    assert torch.equal(padded[places], x[tokens]) and not padded[[2, 3, 4]].any()
-    assert torch.autograd.gradcheck(lambda y: _Unpad.apply(y, group), (padded.detach().requires_grad_(),))
-    assert torch.equal(_Unpad.apply(padded, group), x[tokens])
