@@ -72,11 +72,14 @@ class RoleModel:
         return token_logprobs(self.decoder, self.shape, hidden, packed, sampling)
 
     def check_present(self, *kinds: Literal["params", "gradients", "optimizer"]) -> None:
-        """Raises RuntimeError where memory of these kinds was freed by offload: reading it would crash the process."""
+        """Raises RuntimeError where memory of these kinds was freed by offload: reading it would crash the process.
+
+        optimizer: main params and moments.
+        """
         for kind in kinds:
             if any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in self._tensors(kind)):
                 raise RuntimeError(
-                    f"{self.role.value}: its {kind} are not on the device; "
+                    f"{self.role.value}: not on the device: {kind}; "
                     f"do this inside `with residency.on_device(Role.{self.role.name}, ...)`, and ask there for all parts that it needs"
                 )
 

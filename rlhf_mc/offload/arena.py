@@ -22,11 +22,6 @@ class Arena:
         self._storage = tensor.untyped_storage()
         self.num_bytes = self._storage.nbytes()
         self.device = tensor.device
-        if not self._storage.resizable():
-            raise RuntimeError(
-                "a storage of the model cannot be resized, because a NumPy view of it was taken (Tensor.numpy()) "
-                "or it is shared with another process; copy the tensor before handing it out"
-            )
 
     @property
     def present(self) -> bool:
@@ -39,7 +34,12 @@ class Arena:
         return self._storage._cdata
 
     def release(self) -> None:
-        """Frees the memory. No copy from or to it may be in flight."""
+        """Frees the memory. No copy from or to it may be in flight. Raises RuntimeError where somebody else depends on the memory."""
+        if not self._storage.resizable():
+            raise RuntimeError(
+                "a storage of the model cannot be freed, because a NumPy view of it was taken (Tensor.numpy()) "
+                "or it is shared with another process; copy the tensor before handing it out"
+            )
         self._storage.resize_(0)
 
     def restore(self) -> None:

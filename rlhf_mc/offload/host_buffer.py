@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_mc.offload.numa import bind_to_node, node_of_device
+from rlhf_mc.offload.text import readable
 
 
 class HostBuffer:
@@ -42,7 +43,7 @@ class HostBuffer:
             weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self.address)
         else:
             warnings.warn(
-                f"{owner}: {self.num_bytes / 2**30:.2f} GiB of host memory could not be page-locked (CUDA error {int(error)}). "
+                f"{owner}: {readable(self.num_bytes)} of host memory could not be page-locked (CUDA error {int(error)}). "
                 "Copies will go through pageable memory, several times slower than the link, and will not overlap with compute. "
                 "Raise the limit of locked memory (ulimit -l unlimited)",
                 stacklevel=2,

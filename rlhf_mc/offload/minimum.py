@@ -42,26 +42,32 @@ class Visit(NamedTuple):
 EMPTY = Visit(None, Part(0))
 
 
-def minimum_bytes(sizes: Mapping[Role, Mapping[Part, int]], visits: Iterable[Visit]) -> dict[Route, int]:
-    """Bytes by route for `visits` in order, from an empty device with every host copy up to date. What is still there at the end stays."""
-    moved: dict[Route, int] = {}
-    present: set[tuple[Role, Part]] = set()
-    changed: set[tuple[Role, Part]] = set()
+class Minimum:
+    """Follows visits one by one, from an empty device with every host copy up to date."""
 
-    def move(role: Role, part: Part, direction: Direction) -> None:
-        if part is not Part.GRADS and sizes[role][part]:
-            route = Route(role, part, direction)
-            moved[route] = moved.get(route, 0) + sizes[role][part]
+    def __init__(self, sizes: Mapping[Role, Mapping[Part, int]]) -> None:
+        self._sizes = sizes
+        self._present: set[tuple[Role, Part]] = set()
+        self._changed: set[tuple[Role, Part]] = set()
 
-    for visit in visits:
+    def follow(self, visit: Visit) -> dict[Route, int]:
+        """Bytes by route that must move so that the visit can be made."""
         wanted = {(visit.role, part) for part in visit.parts}
-        for key in present - wanted:
-            if key in changed:
-                move(*key, "to_host")
-                changed.discard(key)
-        for key in wanted - present:
-            move(*key, "to_device")
-        present = wanted
+        stored = (self._present - wanted) & self._changed
+        loaded = {(role, part) for role, part in wanted - self._present if part is not Part.GRADS}
+        self._changed -= stored
+        self._present = wanted
         if visit.updates:
-            changed |= {key for key in wanted if key[1] is not Part.GRADS}
+            self._changed |= {(role, part) for role, part in wanted if part is not Part.GRADS}
+        routes = [Route(*key, "to_host") for key in stored] + [Route(*key, "to_device") for key in loaded]
+        return {route: n for route in routes if (n := self._sizes[route.role][route.part])}
+
+
+def minimum_bytes(sizes: Mapping[Role, Mapping[Part, int]], visits: Iterable[Visit]) -> dict[Route, int]:
+    """Bytes by route for all `visits`, in order. What is still on the device after the last one stays there."""
+    moved: dict[Route, int] = {}
+    minimum = Minimum(sizes)
+    for visit in visits:
+        for route, num_bytes in minimum.follow(visit).items():
+            moved[route] = moved.get(route, 0) + num_bytes
     return moved

@@ -77,6 +77,8 @@ class Mover:
             copied = self._to_device.copy(arena.bytes(), host)
             self._ledger.record(holding.role, holding.part, "to_device", arena.num_bytes, copied)
             holding.in_flight.append(copied)
+        # What was off the device cannot have changed, whatever became of the role's other parts.
+        holding.copied_version = holding.state.model.version
         holding.resident = True
 
     def _finish_departure(self) -> None:

@@ -13,11 +13,12 @@ import torch
 
 from rlhf_mc.models.role import Role, RoleModel
 from rlhf_mc.offload.holding import Holding
-from rlhf_mc.offload.ledger import Ledger, aligned
+from rlhf_mc.offload.ledger import Ledger
 from rlhf_mc.offload.minimum import EMPTY, Visit
 from rlhf_mc.offload.model_state import ModelState
 from rlhf_mc.offload.mover import Mover
 from rlhf_mc.offload.parts import TRAINING, Part
+from rlhf_mc.offload.text import aligned, readable
 from rlhf_mc.parallel.world import World
 
 
@@ -48,13 +49,12 @@ class Residency:
 
     def adopt(self, state: ModelState) -> None:
         """Takes over a role's state, all of it on the device, and sends it to the host at once: so roles can be built one by one."""
-        self.ledger.sizes[state.role] = {part: state.num_bytes(part) for part in TRAINING}
         new = [Holding.of(state, part, self.enabled) for part in TRAINING if state.arenas[part]]
         self._holdings |= {(holding.role, holding.part): holding for holding in new}
         self._mover.present_bytes += sum(holding.num_bytes for holding in new)
         if self.enabled:
             self._mover.swap(leaving=new, coming=[], limit_bytes=self._mover.present_bytes)
-            self.ledger.end_of_start()
+        self.ledger.add_role(state.role, {part: state.num_bytes(part) for part in TRAINING})
 
     @contextmanager
     def on_device(self, role: Role, parts: Part) -> Iterator[RoleModel]:
@@ -72,6 +72,7 @@ class Residency:
             yield model
         finally:
             self._claimed = None
+        if self.enabled:
             self.ledger.visited(Visit(role, parts, updates=model.version != version))
         self.assert_as_expected()
 
@@ -115,8 +116,8 @@ class Residency:
 
     def table(self) -> str:
         """Every part with its size and place."""
-        rows = [("role", "part", "GiB", "place")]
-        rows += [(h.role.value, h.part.label, f"{h.num_bytes / 2**30:.3f}", h.place) for h in self._holdings.values()]
+        rows = [("role", "part", "bytes", "place")]
+        rows += [(h.role.value, h.part.label, readable(h.num_bytes), h.place) for h in self._holdings.values()]
         return aligned(rows)
 
     def _check_request(self, role: Role, parts: Part) -> RoleModel:
@@ -139,7 +140,7 @@ class Residency:
         needed = sum(h.num_bytes for (r, p), h in self._holdings.items() if not self.enabled or (r == role and p in parts))
         if self._budget is not None and needed > self._budget:
             raise ResidencyError(
-                f"{asked}: needs {needed / 2**30:.3f} GiB on the device, but the budget is {self._budget / 2**30:.3f} GiB; "
+                f"{asked}: needs {readable(needed)} on the device, but the budget is {readable(self._budget)}; "
                 f"use more ranks (parallel.tensor, parallel.pipeline, distributed_optimizer), or a smaller model\n{self.table()}"
             )
 

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from models.on_ranks import exported, make_role, train_step
-from rlhf_mc.batch import SequenceBatch
+from offload.poison import poisoned
+from rlhf_mc.batch import SequenceBatch, offsets_of
 from rlhf_mc.config import MicroBatch, Optim
 from rlhf_mc.models.loss import Loss, LossSum
 from rlhf_mc.models.passes import accumulate_gradients, score, update, zero_gradients
+from rlhf_mc.models.optimizer import torch_optimizers
 from rlhf_mc.models.role import Role, RoleModel
-from rlhf_mc.offload import TRAINING, Ledger, ModelState, Part, Residency
+from rlhf_mc.offload import TRAINING, Ledger, ModelState, Part, Residency, ResidencyError
+from rlhf_mc.offload.sizes import Place, RoleKind, part_bytes
 from rlhf_mc.parallel.world import World, seed_everything
 
 OPTIM = Optim(lr=1e-3, weight_decay=0.1)
 #: So small that every part has several storages.
 CHUNK_BYTES = 32 << 10
+
+
+def random_batch(vocab: int = 101) -> SequenceBatch:
+    """Six sequences."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([9, 13, 5, 20, 11, 7])
+    tokens = torch.randint(0, vocab, (int(lengths.sum()),), generator=generator)
+    mask = torch.ones(tokens.numel(), dtype=torch.bool)
+    mask[offsets_of(lengths)[:-1]] = False
+    return SequenceBatch(tokens, lengths, mask)
+
+
+BATCH = random_batch()
 
 
 def actor_and_critic(world: World, language: str, value: str, dtype: str, distributed: bool) -> list[RoleModel]:
@@ -33,7 +52,7 @@ def residency_of(world: World, models: list[RoleModel], **settings) -> Residency
 
 
 def trained(
-    world: World, language: str, value: str, batch: SequenceBatch, dtype: str, distributed: bool, steps: int, offload: bool
+    world: World, language: str, value: str, dtype: str, distributed: bool, steps: int, offload: bool
 ) -> dict[str, Tensor]:
     """Actor and critic take turns for `steps` steps; with `offload`, everything leaves between any two stages."""
     models = actor_and_critic(world, language, value, dtype, distributed)
@@ -42,9 +61,9 @@ def trained(
     for step in range(steps):
         for model in models:
             with residency.on_device(model.role, Part.PARAMS):
-                results[f"{model.role.value} score {step}"] = score(model, batch, "predicted", MicroBatch())
+                results[f"{model.role.value} score {step}"] = score(model, BATCH, "predicted", MicroBatch())
             with residency.on_device(model.role, TRAINING):
-                norm = train_step(model, batch, 1e-3) if model.role is Role.ACTOR else regress(model, batch)
+                norm = one_step(model)
                 results[f"{model.role.value} norm {step}"] = torch.tensor(norm)
             if step % 3 == 0:
                 residency.all_off()
@@ -66,11 +85,183 @@ def regress(model: RoleModel, batch: SequenceBatch) -> float:
     return update(model, 1e-3)
 
 
+def one_step(model: RoleModel) -> float:
+    """One training step of either role; the gradient norm."""
+    return train_step(model, BATCH, 1e-3) if model.head == "language" else regress(model, BATCH)
+
+
 def compare_training(world: World, steps: int, **arguments) -> list[str]:
     """Names of results that differ in any bit between training with offload and without."""
     seed_everything(1)
     plain = trained(world, steps=steps, offload=False, **arguments)
     seed_everything(1)
-    offloaded = trained(world, steps=steps, offload=True, **arguments)
+    with poisoned(copy_seconds=1e-4):
+        offloaded = trained(world, steps=steps, offload=True, **arguments)
     assert len(plain) > 50 and plain.keys() == offloaded.keys()
     return [name for name in plain if not torch.equal(plain[name], offloaded[name])]
+
+
+def measured_and_predicted_bytes(world: World, language: str, value: str, dtype: str, distributed: bool) -> list[tuple[str, dict, dict]]:
+    """(role, bytes found, bytes predicted from config.json and the layout), for four roles of this rank."""
+    actor, critic = actor_and_critic(world, language, value, dtype, distributed)
+    frozen = [make_role(world, language, "language", dtype=dtype), make_role(world, value, "value", dtype=dtype)]
+    grid = world.grid
+    place = Place(grid.tensor, grid.pipeline, grid.stage, grid.data, grid.data_rank)
+    results = []
+    for model in (actor, critic, *frozen):
+        trained = model.optimizer is not None
+        kind = RoleKind(model.shape, model.head == "value", trained, model.dtype.itemsize, model.table.cos.shape[0], distributed)
+        state = ModelState.of(model, CHUNK_BYTES)
+        found = {part.label: state.num_bytes(part) for part in TRAINING}
+        predicted = {part.label: n for part, n in part_bytes(kind, place).items()}
+        results.append((f"{model.role.value}, {'trained' if trained else 'frozen'}", found, predicted))
+    return results
+
+
+def left_after_all_off(world: World, language: str, value: str, dtype: str, distributed: bool) -> dict[str, int]:
+    """Bytes that two trained roles still hold outside host memory: in their parts, and in any other tensor that was not there before."""
+    before = set(_storages())
+    models = actor_and_critic(world, language, value, dtype, distributed)
+    residency = residency_of(world, models)
+    for model in models:
+        with residency.on_device(model.role, TRAINING):
+            one_step(model)
+    residency.all_off()
+    arenas = {arena.key for model in models for of_part in residency.state(model.role).arenas.values() for arena in of_part}
+    hosts = {holding.host.bytes.untyped_storage()._cdata for holding in residency._holdings.values() if holding.host}
+    left = {"in parts": 0, "elsewhere": 0}
+    for key, num_bytes in _storages().items():
+        if key not in before and key not in hosts:
+            left["in parts" if key in arenas else "elsewhere"] += num_bytes
+    return left
+
+
+def _storages() -> dict[int, int]:
+    """Bytes of every tensor's storage in this process, by identity."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if isinstance(found, Tensor)]
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def parts_of_tensors(world: World, language: str, value: str, dtype: str, distributed: bool) -> list[str]:
+    """What is wrong with the sorting of tensors into parts: a storage in two parts, a tensor in none, or a view that came loose."""
+    wrong = []
+    for model in actor_and_critic(world, language, value, dtype, distributed):
+        state = ModelState.of(model, CHUNK_BYTES)
+        one_step(model)
+        keys = [arena.key for arenas in state.arenas.values() for arena in arenas]
+        if len(keys) != len(set(keys)):
+            wrong.append("a storage is in two parts")
+        reachable = [*model.decoder.parameters(), *model.decoder.buffers(), model.table.cos, model.table.sin]
+        reachable += [b.grad_data for b in model.ddp.buffers] + [b.param_data for b in model.ddp.buffers if b.param_data is not None]
+        reachable += [p.main_grad for p in model.decoder.parameters()] + [p.main_param for p in model.decoder.parameters() if getattr(p, "main_param", None) is not None]
+        reachable += [bucket.grad_data for group in model.ddp.bucket_groups for bucket in group.buckets]
+        reachable += [bucket.param_data for group in model.ddp.bucket_groups for bucket in group.buckets if bucket.param_data is not None]
+        for optimizer in torch_optimizers(model.optimizer):
+            stepped = [p for group in optimizer.param_groups for p in group["params"]]
+            reachable += stepped + [p.grad for p in stepped]
+            reachable += [t for moments in optimizer.state.values() for t in moments.values()]
+        wrong += [f"{tuple(t.shape)} lies in no part" for t in reachable if t.untyped_storage()._cdata not in keys]
+    return wrong
+
+
+def addresses_over_cycles(world: World, language: str, value: str, cycles: int) -> dict[str, int]:
+    """How many different host addresses each part had, and by how much resident memory grew (bytes) after the first cycles."""
+    models = actor_and_critic(world, language, value, "bf16", True)
+    residency = residency_of(world, models)
+    seen: dict[str, set[int]] = {}
+    rss = []
+    for _ in range(cycles):
+        for model in models:
+            with residency.on_device(model.role, TRAINING):
+                pass
+        residency.all_off()
+        residency.ledger.metrics()
+        for holding in residency._holdings.values():
+            if holding.host:
+                seen.setdefault(holding.name, set()).add(holding.host.address)
+        rss.append(int(open("/proc/self/statm").read().split()[1]) * 4096)
+    return {name: len(addresses) for name, addresses in seen.items()} | {"grown": max(rss[10:]) - max(rss[:10])}
+
+
+def refusals(world: World, language: str, value: str) -> dict[str, str]:
+    """What each impossible request says."""
+    models = actor_and_critic(world, language, value, "bf16", True)
+    frozen = make_role(world, language, dtype="bf16")
+    frozen.role = Role.REFERENCE
+    residency = residency_of(world, [*models, frozen], device_budget_bytes=500 << 10)
+    actor = models[0]
+    messages = {}
+
+    def ask(name: str, function) -> None:
+        try:
+            function()
+            messages[name] = "served"
+        except (ResidencyError, RuntimeError) as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+
+    def visit(role: Role, parts: Part, inside=lambda: None) -> None:
+        with residency.on_device(role, parts):
+            inside()
+
+    def accumulate() -> None:
+        loss = Loss(("sum",), lambda answers, microbatch: LossSum(answers.logprobs.sum(), {"sum": answers.logprobs.sum()}))
+        accumulate_gradients(actor, BATCH, "predicted", MicroBatch(), loss)
+
+    ask("frozen", lambda: visit(Role.REFERENCE, TRAINING))
+    ask("no such role", lambda: visit(Role.REWARD, Part.PARAMS))
+    ask("no params", lambda: visit(Role.ACTOR, Part.GRADS))
+    ask("no main params", lambda: visit(Role.ACTOR, Part.PARAMS | Part.GRADS | Part.OPTIMIZER))
+    ask("budget", lambda: visit(Role.ACTOR, TRAINING))
+    ask("score while off", lambda: score(actor, BATCH, "predicted", MicroBatch()))
+    ask("save while off", lambda: actor.save("/nonexistent"))
+    ask("update without main params", lambda: visit(Role.ACTOR, Part.PARAMS | Part.GRADS, lambda: update(actor, 1e-3)))
+    ask("accumulate without gradients", lambda: visit(Role.ACTOR, Part.PARAMS, accumulate))
+    ask("nested", lambda: visit(Role.ACTOR, Part.PARAMS, lambda: visit(Role.CRITIC, Part.PARAMS)))
+    ask("off inside", lambda: visit(Role.ACTOR, Part.PARAMS, residency.all_off))
+    ask("accumulating", lambda: (visit(Role.ACTOR, Part.PARAMS | Part.GRADS, accumulate), residency.all_off()))
+    ask("accumulating, then zeroed", lambda: (visit(Role.ACTOR, Part.PARAMS | Part.GRADS, lambda: zero_gradients(actor)), residency.all_off()))
+    ask("freed by others", lambda: visit(Role.ACTOR, Part.PARAMS, residency.state(Role.ACTOR).arenas[Part.PARAMS][0].release))
+    return messages
+
+
+def replaced_memory(world: World, language: str) -> str:
+    """What is said when something gives a parameter new memory behind Residency's back."""
+    model = make_role(world, language, optim=OPTIM)
+    residency = residency_of(world, [model])
+    try:
+        with residency.on_device(model.role, Part.PARAMS):
+            weight = next(model.decoder.parameters())
+            weight.data = weight.data.clone()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def numpy_view(world: World, language: str) -> str:
+    """What is said when NumPy holds a view of a weight that is to leave."""
+    model = make_role(world, language)
+    residency = residency_of(world, [model])
+    try:
+        with residency.on_device(model.role, Part.PARAMS):
+            next(model.decoder.parameters()).detach().numpy()
+        residency.all_off()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def saved_between_stages(world: World, language: str, value: str, target: str) -> bool:
+    """Whether what is saved after all was offloaded and reloaded is what training left."""
+    actor, critic = actor_and_critic(world, language, value, "bf16", True)
+    residency = residency_of(world, [actor, critic])
+    with residency.on_device(Role.ACTOR, TRAINING):
+        train_step(actor, BATCH, 1e-3)
+        truth = exported(actor)
+    with residency.on_device(Role.CRITIC, TRAINING):
+        regress(critic, BATCH)
+    residency.all_off()
+    with residency.on_device(Role.ACTOR, Part.PARAMS):
+        actor.save(target)
+    with safe_open(f"{target}/model.safetensors", "pt") as saved:
+        return all(torch.equal(saved.get_tensor(name), tensor) for name, tensor in truth.items())

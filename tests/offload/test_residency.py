@@ -1,0 +1,73 @@
+"""Where memory is: nothing left behind, nothing torn loose, nothing moved twice, and clear words for what cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+COMBINATIONS = [(dtype, distributed) for dtype in ("fp32", "bf16") for distributed in (False, True)]
+
+
+@pytest.fixture
+def models(language_model, value_model) -> dict[str, str]:
+    return dict(language=language_model("llama"), value=value_model("llama"))
+
+
+@pytest.mark.parametrize(("dtype", "distributed"), COMBINATIONS)
+def test_every_tensor_of_a_role_is_in_exactly_one_part(ranks, models, dtype, distributed):
+    assert ranks.run("offload.on_ranks:parts_of_tensors", dtype=dtype, distributed=distributed, **models) == [[]]
+
+
+@pytest.mark.parametrize(("dtype", "distributed"), COMBINATIONS)
+def test_no_byte_is_left_on_the_device_after_all_off(ranks, models, dtype, distributed):
+    (left,) = ranks.run("offload.on_ranks:left_after_all_off", dtype=dtype, distributed=distributed, **models)
+    assert left["in parts"] == 0
+    assert left["elsewhere"] < 1 << 10  # scalars of megatron's optimizers
+
+
+def test_host_memory_keeps_its_addresses_and_its_size_over_50_cycles(ranks, models):
+    (counts,) = ranks.run("offload.on_ranks:addresses_over_cycles", cycles=50, **models)
+    assert counts.pop("grown") <= 1 << 20
+    assert len(counts) == 6 and set(counts.values()) == {1}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_random_requests_follow_a_simple_model(ranks, models, dtype):
+    (served,) = ranks.run("offload.machine:random_requests", dtype=dtype, examples=60, **models)
+    assert served > 200
+
+
+REFUSALS = {
+    "frozen": ("ResidencyError", "reference is frozen and has params only; ask for Part.PARAMS"),
+    "no such role": ("ResidencyError", "on_device(reward_model, params): no such role here"),
+    "no params": ("ResidencyError", "no use without params; add Part.PARAMS"),
+    "no main params": ("ResidencyError", "a step needs the main params too; add Part.MAIN_PARAMS"),
+    "budget": ("ResidencyError", "on the device, but the budget is 500 KiB"),
+    "score while off": ("RuntimeError", "actor: not on the device: params"),
+    "save while off": ("RuntimeError", "with residency.on_device(Role.ACTOR, ...)"),
+    "update without main params": ("RuntimeError", "actor: not on the device: optimizer"),
+    "accumulate without gradients": ("RuntimeError", "actor: not on the device: gradients"),
+    "nested": ("ResidencyError", "actor is in use; leave its `with` block first"),
+    "off inside": ("ResidencyError", "actor is in use; leave its `with` block first"),
+    "accumulating": ("ResidencyError", "actor grads: gradients were accumulated and not used yet; call update() or zero_gradients()"),
+    "freed by others": ("ResidencyError", "something else than Residency freed or allocated it"),
+}
+
+
+def test_what_cannot_be_served_is_refused_with_the_fix_and_the_table(ranks, models):
+    (messages,) = ranks.run("offload.on_ranks:refusals", **models)
+    assert messages.pop("accumulating, then zeroed") == "served"
+    assert messages.keys() == REFUSALS.keys()
+    for name, (kind, words) in REFUSALS.items():
+        assert messages[name].startswith(kind) and words in messages[name], messages[name]
+        if kind == "ResidencyError":
+            assert "role       part         bytes" in messages[name], messages[name]
+
+
+def test_memory_replaced_behind_its_back_stops_the_run(ranks, models):
+    (message,) = ranks.run("offload.on_ranks:replaced_memory", language=models["language"])
+    assert "actor: weight 0 of" in message and "copy into it instead" in message
+
+
+def test_a_numpy_view_of_a_weight_is_named(ranks, models):
+    (message,) = ranks.run("offload.on_ranks:numpy_view", language=models["language"])
+    assert "a NumPy view of it was taken" in message and "copy the tensor" in message
