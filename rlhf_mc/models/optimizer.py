@@ -40,10 +40,14 @@ def wrap_for_training(decoder: nn.Module, distributed_optimizer: bool) -> Distri
     return DistributedDataParallel(decoder.config, config, decoder)
 
 
+def megatron_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers that megatron chains, or the one."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
     """What steps the params inside megatron's optimizer; none on a rank without params of its own."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part.optimizer for part in parts if part.optimizer is not None]
+    return [part.optimizer for part in megatron_parts(optimizer) if part.optimizer is not None]
 
 
 def _create_states(adam: torch.optim.Optimizer) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -67,15 +66,16 @@ def adopt(buffers: Iterable[Tensor]) -> list[Arena]:
     return arenas
 
 
-def pack(tensors: Sequence[Tensor], chunk_bytes: int, alignment: int = ALIGNMENT) -> list[Arena]:
+def pack(tensors: Sequence[Tensor], chunk_bytes: int, alignment: int = ALIGNMENT, multiple: int = 1) -> list[Arena]:
     """Moves the tensors, which must own their memory, into as few storages as possible; each becomes a view of its place.
 
     The tensor objects stay the same, so lists and dicts that hold them stay right. Peak: one chunk beside the tensors.
+    Precisions are kept apart, in the order of their first tensors; the rest is as `layout.pack_numels` says.
     """
     arenas = []
-    for dtype, members in groupby(sorted(tensors, key=lambda t: str(t.dtype)), key=lambda t: t.dtype):
-        same = list(members)
-        for chunk in pack_numels([t.numel() for t in same], dtype.itemsize, chunk_bytes, alignment):
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        same = [tensor for tensor in tensors if tensor.dtype == dtype]
+        for chunk in pack_numels([t.numel() for t in same], dtype.itemsize, chunk_bytes, alignment, multiple):
             flat = torch.zeros(chunk.numel, dtype=dtype, device=same[0].device)
             for tensor, start in zip(same[chunk.first :], chunk.offsets):
                 view = flat[start : start + tensor.numel()].view(tensor.shape)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: Every tensor starts at a multiple of so many elements (megatron's own rule for its buckets), which fast kernels ask for.
@@ -28,26 +28,34 @@ class Chunk:
     numel: int
 
 
-def pack_numels(numels: Sequence[int], element_bytes: int, chunk_bytes: int, alignment: int = ALIGNMENT) -> list[Chunk]:
-    """Cuts tensors of these sizes, in order, into chunks of at most `chunk_bytes`; a tensor is never split.
+def pack_numels(
+    numels: Sequence[int], element_bytes: int, chunk_bytes: int = CHUNK_BYTES, alignment: int = ALIGNMENT, multiple: int = 1
+) -> list[Chunk]:
+    """Cuts tensors of these sizes, in order, into chunks of at most about `chunk_bytes`; a tensor is never split.
 
-    Every place is rounded up, the last one too, so that the bytes of all chunks depend neither on the order nor on the cuts.
+    Each tensor starts at a multiple of `alignment` elements. Each chunk can be cut evenly into `multiple` shares.
     """
     chunks: list[Chunk] = []
     first, end = 0, 0
     offsets: list[int] = []
+
+    def close() -> None:
+        chunks.append(Chunk(first, tuple(offsets), round_up(end, alignment * multiple)))
+
     for index, numel in enumerate(numels):
         place = round_up(numel, alignment)
         if offsets and (end + place) * element_bytes > chunk_bytes:
-            chunks.append(Chunk(first, tuple(offsets), end))
+            close()
             first, end, offsets = index, 0, []
         offsets.append(end)
         end += place
     if offsets:
-        chunks.append(Chunk(first, tuple(offsets), end))
+        close()
     return chunks
 
 
-def packed_bytes(numels: Iterable[int], element_bytes: int, alignment: int = ALIGNMENT) -> int:
+def packed_bytes(
+    numels: Sequence[int], element_bytes: int, chunk_bytes: int = CHUNK_BYTES, alignment: int = ALIGNMENT, multiple: int = 1
+) -> int:
     """Bytes of all chunks of `pack_numels`."""
-    return element_bytes * sum(round_up(numel, alignment) for numel in numels)
+    return element_bytes * sum(chunk.numel for chunk in pack_numels(numels, element_bytes, chunk_bytes, alignment, multiple))

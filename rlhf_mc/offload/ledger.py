@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from rlhf_mc.offload.minimum import Direction, Minimum, Route, Visit
+from rlhf_mc.offload.minimum import Direction, Minimum, RoleBytes, Route, Visit
 from rlhf_mc.offload.parts import Part
 from rlhf_mc.offload.text import aligned, readable
 
@@ -28,7 +28,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.start_bytes = 0
-        self._sizes: dict[Role, dict[Part, int]] = {}
+        self._sizes: dict[Role, RoleBytes] = {}
         self._follower = Minimum(self._sizes)
         self._moved: list[Moved] = []
         self._minimum: Counter[Route] = Counter()
@@ -36,8 +36,8 @@ class Ledger:
         self._all_minimum: Counter[Route] = Counter()
         self._all_seconds: dict[Route, float] = defaultdict(float)
 
-    def add_role(self, role: Role, sizes: dict[Part, int]) -> None:
-        """A role whose state has just been sent to the host for the first time. No iteration pays for that."""
+    def add_role(self, role: Role, sizes: RoleBytes) -> None:
+        """A role whose state has just been sent to the host for the first time; no iteration pays for that. `sizes`: what this rank copies."""
         self._sizes[role] = sizes
         self.start_bytes += sum(moved.num_bytes for moved in self._moved if moved.route.role == role)
         self._moved = [moved for moved in self._moved if moved.route.role != role]

@@ -8,30 +8,40 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf_mc.models.optimizer import torch_optimizers
+from rlhf_mc.models.optimizer import megatron_parts, torch_optimizers
 from rlhf_mc.models.role import Role, RoleModel
 from rlhf_mc.offload.arena import Arena, adopt, pack, storage_key
 from rlhf_mc.offload.layout import CHUNK_BYTES
-from rlhf_mc.offload.parts import Part
+from rlhf_mc.offload.minimum import RoleBytes
+from rlhf_mc.offload.parts import TRAINING, Part
 
 
 @dataclass(frozen=True)
 class ModelState:
-    """The arenas of each part of one role. A frozen role has PARAMS only; its other parts are empty."""
+    """The arenas of each part of one role. A frozen role has PARAMS only; its other parts are empty.
+
+    derived: keys of the arenas of PARAMS that hold nothing but 16-bit copies of main params.
+    """
 
     model: RoleModel
     arenas: dict[Part, tuple[Arena, ...]]
+    derived: frozenset[int]
 
     @staticmethod
     def of(model: RoleModel, chunk_bytes: int = CHUNK_BYTES) -> ModelState:
         """Flattens the role's state, once, with all of it on the device. megatron's own buffers stay as they are.
 
         What megatron allocated tensor by tensor (params of a frozen role or under the plain optimizer, main params, moments)
-        moves into arenas that the same tensor objects view from then on.
+        moves into arenas that the same tensor objects view from then on. Every storage of PARAMS can be cut evenly over
+        the data-parallel ranks.
         """
-        params = adopt(_param_buffers(model))
-        held = {arena.key for arena in params}
-        params += pack(_owners(t for t in _weights(model) if storage_key(t) not in held), chunk_bytes)
+        buffers = adopt(_param_buffers(model))
+        held = {arena.key for arena in buffers}
+        weights = _owners(t for t in _weights(model) if storage_key(t) not in held)
+        multiple = model.world.grid.data
+        params = buffers + pack([t for t in weights if _has_main_param(t)], chunk_bytes, multiple=multiple)
+        derived = {arena.key for t in _weights(model) if _has_main_param(t) for arena in params if arena.key == storage_key(t)}
+        params += pack([t for t in weights if not _has_main_param(t)], chunk_bytes, multiple=multiple)
         held = {arena.key for arena in params}
         main_params = _owners(t for t in _stepped_params(model) if storage_key(t) not in held)
         moments = _owners(_moments(model))
@@ -42,7 +52,7 @@ class ModelState:
             # The step counters are scalars: each at its own element, for kernels take them one by one anyway.
             Part.OPTIMIZER: pack([t for t in moments if t.dim()], chunk_bytes) + pack([t for t in moments if not t.dim()], chunk_bytes, 1),
         }
-        state = ModelState(model, {part: tuple(of_part) for part, of_part in arenas.items()})
+        state = ModelState(model, {part: tuple(of_part) for part, of_part in arenas.items()}, frozenset(derived))
         state.check_wiring()
         return state
 
@@ -54,6 +64,22 @@ class ModelState:
     def num_bytes(self, part: Part) -> int:
         """Bytes of one part on this rank."""
         return sum(arena.num_bytes for arena in self.arenas[part])
+
+    def role_bytes(self) -> RoleBytes:
+        """What the pure functions of `minimum.py` take."""
+        derived = sum(arena.num_bytes for arena in self.arenas[Part.PARAMS] if arena.key in self.derived)
+        return RoleBytes({part: self.num_bytes(part) for part in TRAINING}, derived)
+
+    def rebuild_params(self) -> None:
+        """Collective over the data-parallel group (with the distributed optimizer). Sets the derived params from the main params.
+
+        The bits are those that the last update left: that is how it made them, and loading weights sets both.
+        """
+        with torch.no_grad():
+            for optimizer in megatron_parts(self.model.optimizer):
+                optimizer._copy_main_params_to_model_params()
+            if self.model.ddp.ddp_config.use_distributed_optimizer:
+                self.model.ddp.start_param_sync(force_sync=True)
 
     def drop_gradients(self) -> None:
         """Forgets the optimizer's views of the gradient buckets, which are about to be freed."""
@@ -103,6 +129,10 @@ def _weights(model: RoleModel) -> Iterator[Tensor]:
     yield from model.decoder.parameters()
     yield from model.decoder.buffers()
     yield from (model.table.cos, model.table.sin)
+
+
+def _has_main_param(weight: Tensor) -> bool:
+    return hasattr(weight, "main_param")
 
 
 def _optimizers(model: RoleModel) -> list[torch.optim.Optimizer]:

@@ -7,7 +7,7 @@ from collections import deque
 import torch
 
 from rlhf_mc.offload.arena import Arena
-from rlhf_mc.offload.holding import Holding
+from rlhf_mc.offload.holding import Holding, Piece
 from rlhf_mc.offload.lanes import Copied, lanes
 from rlhf_mc.offload.ledger import Ledger
 from rlhf_mc.offload.parts import Part
@@ -33,10 +33,11 @@ class Mover:
         self._present_bytes = num_bytes
         self.peak_bytes = max(self.peak_bytes, num_bytes)
 
-    def swap(self, leaving: list[Holding], coming: list[Holding], limit_bytes: int) -> None:
+    def swap(self, leaving: list[Holding], coming: list[Holding], limit_bytes: int, derive: bool = False) -> None:
         """Sends `leaving` off the device and brings `coming`, never holding more than `limit_bytes`, which must fit the end state.
 
         Returns when all that leaves is off; what comes may still be in flight (Holding.in_flight).
+        `derive`: params that main params can give back get memory only; the caller fills it (ModelState.rebuild_params).
         """
         for holding in leaving:
             holding.finish()
@@ -46,7 +47,7 @@ class Mover:
             if holding.resident:
                 self._queue_departure(holding)
         for holding in coming:
-            self._queue_arrival(holding, limit_bytes)
+            self._queue_arrival(holding, limit_bytes, derive)
         while self._departures:
             self._finish_departure()
 
@@ -58,28 +59,33 @@ class Mover:
         holding.resident = False
 
     def _queue_departure(self, holding: Holding) -> None:
-        for arena, host in holding.pieces():
-            copied = self._to_host.copy(host, arena.bytes())
-            self._ledger.record(holding.role, holding.part, "to_host", arena.num_bytes, copied)
-            self._departures.append((arena, copied))
+        for piece in holding.pieces():
+            copied = self._to_host.copy(piece.host, piece.share(holding.shared_by))
+            self._ledger.record(holding.role, holding.part, "to_host", piece.host.nbytes, copied)
+            self._departures.append((piece.arena, copied))
         holding.copied_version = holding.state.model.version
         holding.resident = False
 
-    def _queue_arrival(self, holding: Holding, limit_bytes: int) -> None:
-        for arena, host in holding.pieces():
-            while self._departures and self.present_bytes + arena.num_bytes > limit_bytes:
+    def _queue_arrival(self, holding: Holding, limit_bytes: int, derive: bool) -> None:
+        for piece in holding.pieces():
+            while self._departures and self.present_bytes + piece.arena.num_bytes > limit_bytes:
                 self._finish_departure()
-            arena.restore()
-            self.present_bytes += arena.num_bytes
-            if host is None:
-                holding.in_flight.append(self._to_device.zero(arena.bytes()))
-                continue
-            copied = self._to_device.copy(arena.bytes(), host)
-            self._ledger.record(holding.role, holding.part, "to_device", arena.num_bytes, copied)
-            holding.in_flight.append(copied)
+            piece.arena.restore()
+            self.present_bytes += piece.arena.num_bytes
+            if piece.host is None:
+                holding.in_flight.append(self._to_device.zero(piece.arena.bytes()))
+            elif not (derive and piece.arena.key in holding.state.derived):
+                self._queue_copy(holding, piece)
         # What was off the device cannot have changed, whatever became of the role's other parts.
         holding.copied_version = holding.state.model.version
         holding.resident = True
+
+    def _queue_copy(self, holding: Holding, piece: Piece) -> None:
+        copied = self._to_device.copy(piece.share(holding.shared_by), piece.host)
+        self._ledger.record(holding.role, holding.part, "to_device", piece.host.nbytes, copied)
+        holding.in_flight.append(copied)
+        if holding.shared_by is not None:
+            holding.to_gather.append(piece)
 
     def _finish_departure(self) -> None:
         arena, copied = self._departures.popleft()

@@ -6,18 +6,21 @@ Gradients are only ever freed. What the host has already is freed without a copy
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from rlhf_mc.models.role import Role, RoleModel
 from rlhf_mc.offload.holding import Holding
+from rlhf_mc.offload.layout import CHUNK_BYTES
 from rlhf_mc.offload.ledger import Ledger
 from rlhf_mc.offload.minimum import EMPTY, Visit
 from rlhf_mc.offload.model_state import ModelState
 from rlhf_mc.offload.mover import Mover
+from rlhf_mc.offload.neighbours import neighbours
 from rlhf_mc.offload.parts import TRAINING, Part
+from rlhf_mc.offload.prefetch import Prefetch
 from rlhf_mc.offload.text import aligned, readable
 from rlhf_mc.parallel.world import World
 
@@ -35,37 +38,54 @@ class Residency:
     """
 
     def __init__(
-        self, world: World, states: Iterable[ModelState], ledger: Ledger, enabled: bool = True, device_budget_bytes: int | None = None
+        self,
+        world: World,
+        states: Iterable[ModelState],
+        ledger: Ledger,
+        enabled: bool = True,
+        device_budget_bytes: int | None = None,
+        share_host_copies: bool = False,
+        schedule: Sequence[Visit] = (),
     ) -> None:
+        """Collective over all ranks where `share_host_copies`.
+
+        device_budget_bytes: what all parts on the device may take together; None: as much as the largest request.
+        share_host_copies: the data-parallel ranks of a node each keep a part of the params' host copy.
+        schedule: the visits of one iteration, as far as they are known; within the budget, the next one is prefetched.
+        """
         self.ledger = ledger
         self.enabled = enabled
         self._world = world
         self._budget = device_budget_bytes
+        self._shared_by = neighbours(world) if share_host_copies and enabled else None
         self._holdings: dict[tuple[Role, Part], Holding] = {}
         self._mover = Mover(world.device, ledger)
+        self._prefetch = Prefetch(schedule)
         self._claimed: Role | None = None
         for state in states:
             self.adopt(state)
 
     def adopt(self, state: ModelState) -> None:
         """Takes over a role's state, all of it on the device, and sends it to the host at once: so roles can be built one by one."""
-        new = [Holding.of(state, part, self.enabled) for part in TRAINING if state.arenas[part]]
+        new = [Holding.of(state, part, self.enabled, self._shared_by) for part in TRAINING if state.arenas[part]]
         self._holdings |= {(holding.role, holding.part): holding for holding in new}
         self._mover.present_bytes += sum(holding.num_bytes for holding in new)
         if self.enabled:
             self._mover.swap(leaving=new, coming=[], limit_bytes=self._mover.present_bytes)
-        self.ledger.add_role(state.role, {part: state.num_bytes(part) for part in TRAINING})
+        self.ledger.add_role(state.role, state.role_bytes().shared(self._shared_by.size() if self._shared_by else 1))
 
     @contextmanager
     def on_device(self, role: Role, parts: Part) -> Iterator[RoleModel]:
-        """Inside, the device holds `parts` of `role` and no other part of any role. Gives the role's model.
+        """Inside, the device holds `parts` of `role`, and what is prefetched for the next visit. Gives the role's model.
 
+        Collective over the data-parallel group: params are put together there where they are shared, or made from main params.
         Raises ResidencyError for a request that cannot be met, before anything moves; and at the end, if memory is not
         where it should be.
         """
         model = self._check_request(role, parts)
         if self.enabled:
             self._bring({(role, part) for part in parts})
+            self._prefetch_after(role, parts)
         version = model.version
         self._claimed = role
         try:
@@ -154,16 +174,34 @@ class Residency:
                     f"{holding.name}: gradients were accumulated and not used yet; call update() or zero_gradients() "
                     f"before another role takes the device\n{self.table()}"
                 )
-        self._mover.swap(leaving, coming, self._swap_limit(leaving, coming))
-        for key in wanted & self._holdings.keys():
-            self._holdings[key].before_compute()
+        derive = any(part is Part.MAIN_PARAMS for _, part in wanted)
+        self._mover.swap(leaving, coming, self._swap_limit(leaving, coming), derive)
+        for key, holding in self._holdings.items():
+            if key in wanted:
+                holding.before_compute()
+        for holding in coming:
+            if derive and holding.part is Part.PARAMS and holding.state.derived:
+                holding.state.rebuild_params()
 
     def _swap_limit(self, leaving: list[Holding], coming: list[Holding]) -> int:
-        """The larger of before and after, plus the largest storage that comes: enough for both directions to flow at once."""
+        """The larger of before and after, plus one bucket: so both directions flow at once, and a swap costs no more than that."""
         freed = sum(h.num_bytes for h in leaving if not h.needs_copy)
         copied = sum(h.num_bytes for h in leaving if h.needs_copy)
         before = self._mover.present_bytes - freed
         after = before - copied + sum(h.num_bytes for h in coming)
-        slack = max((arena.num_bytes for h in coming for arena in h.arenas), default=0)
-        limit = max(before, after) + slack
+        limit = max(before, after) + max((arena.num_bytes for h in coming for arena in h.arenas if arena.num_bytes <= CHUNK_BYTES), default=0)
         return limit if self._budget is None else min(limit, self._budget)
+
+    def _prefetch_after(self, role: Role, parts: Part) -> None:
+        """Starts copies for the scheduled next visit, part by part, as long as they fit into the budget."""
+        following = self._prefetch.after(role, parts)
+        if self._budget is None or following is None or following.role is None:
+            return
+        state = self._holdings[following.role, Part.PARAMS].state
+        for part in (Part.MAIN_PARAMS, Part.OPTIMIZER, Part.PARAMS):
+            holding = self._holdings.get((following.role, part))
+            made_later = part is Part.PARAMS and Part.MAIN_PARAMS in following.parts and state.derived
+            if part not in following.parts or holding is None or holding.resident or made_later:
+                continue
+            if self._mover.present_bytes + holding.num_bytes <= self._budget:
+                self._mover.swap([], [holding], self._budget)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from rlhf_mc.models.hf_config import ModelShape
 from rlhf_mc.offload.layout import ALIGNMENT, packed_bytes, round_up
-from rlhf_mc.offload.parts import Part
+from rlhf_mc.offload.minimum import RoleBytes
+from rlhf_mc.offload.parts import TRAINING, Part
 
 _FP32 = 4
 #: megatron pads a bucket of the distributed optimizer to so many elements (256 bytes), and to the number of its ranks.
@@ -124,25 +125,35 @@ def _distributed_buffer(params: Iterable[Param], place: Place) -> _Buffer:
     return _Buffer(bounds[-1][1], tuple(stepped))
 
 
-def part_bytes(kind: RoleKind, place: Place) -> dict[Part, int]:
+def role_bytes(kind: RoleKind, place: Place) -> RoleBytes:
     """Bytes of every part of a role on the rank at `place`, paddings included."""
-    by_dtype: dict[int, list[Param]] = {}
+    by_dtype: dict[int, list[int]] = {}
     for param in params_of(kind, place):
-        by_dtype.setdefault(param.dtype_bytes, []).append(param)
-    table = packed_bytes([kind.num_positions * kind.shape.head_dim] * 2, _FP32)
-    whole = sum(packed_bytes([p.numel for p in params], size) for size, params in by_dtype.items())
+        by_dtype.setdefault(param.dtype_bytes, []).append(param.numel)
+    table = [kind.num_positions * kind.shape.head_dim] * 2
     if not kind.trained:
-        return {Part.PARAMS: whole + table, Part.GRADS: 0, Part.MAIN_PARAMS: 0, Part.OPTIMIZER: 0}
+        by_dtype.setdefault(_FP32, []).extend(table)
+        return RoleBytes(dict.fromkeys(TRAINING, 0) | {Part.PARAMS: sum(_packed(n, size, place) for size, n in by_dtype.items())})
     if kind.distributed_optimizer:
-        buffers = {size: _distributed_buffer(params, place) for size, params in by_dtype.items()}
-        whole = sum(size * buffer.numel for size, buffer in buffers.items())
+        params = params_of(kind, place)
+        buffers = {size: _distributed_buffer([p for p in params if p.dtype_bytes == size], place) for size in by_dtype}
+        params_bytes = {size: size * buffer.numel for size, buffer in buffers.items()}
+        other = _packed(table, _FP32, place)
     else:
-        numels = {size: tuple(p.numel for p in params) for size, params in by_dtype.items()}
-        buffers = {size: _Buffer(sum(n), n) for size, n in numels.items()}
+        buffers = {size: _Buffer(sum(numels), tuple(numels)) for size, numels in by_dtype.items()}
+        params_bytes = {size: _packed(numels, size, place) for size, numels in by_dtype.items() if size != _FP32}
+        other = _packed(by_dtype.get(_FP32, []) + table, _FP32, place)
+    derived = sum(num_bytes for size, num_bytes in params_bytes.items() if size != _FP32)
+    main = [n for size, buffer in buffers.items() if size != _FP32 for n in buffer.stepped]
     stepped = [n for buffer in buffers.values() for n in buffer.stepped]
-    return {
-        Part.PARAMS: whole + table,
+    parts = {
+        Part.PARAMS: sum(params_bytes.values()) + other,
         Part.GRADS: sum(_FP32 * buffer.numel for buffer in buffers.values()),
-        Part.MAIN_PARAMS: sum(packed_bytes(buffer.stepped, _FP32) for size, buffer in buffers.items() if size != _FP32),
+        Part.MAIN_PARAMS: packed_bytes(main, _FP32),
         Part.OPTIMIZER: 2 * packed_bytes(stepped, _FP32) + packed_bytes([1] * len(stepped), _FP32, alignment=1),
     }
+    return RoleBytes(parts, derived)
+
+
+def _packed(numels: list[int], element_bytes: int, place: Place) -> int:
+    return packed_bytes(numels, element_bytes, multiple=place.data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -17,7 +18,7 @@ from rlhf_mc.models.passes import accumulate_gradients, score, update, zero_grad
 from rlhf_mc.models.optimizer import torch_optimizers
 from rlhf_mc.models.role import Role, RoleModel
 from rlhf_mc.offload import TRAINING, Ledger, ModelState, Part, Residency, ResidencyError
-from rlhf_mc.offload.sizes import Place, RoleKind, part_bytes
+from rlhf_mc.offload.sizes import Place, RoleKind, role_bytes
 from rlhf_mc.parallel.world import World, seed_everything
 
 OPTIM = Optim(lr=1e-3, weight_decay=0.1)
@@ -52,11 +53,11 @@ def residency_of(world: World, models: list[RoleModel], **settings) -> Residency
 
 
 def trained(
-    world: World, language: str, value: str, dtype: str, distributed: bool, steps: int, offload: bool
+    world: World, language: str, value: str, dtype: str, distributed: bool, steps: int, offload: bool, share: bool = False
 ) -> dict[str, Tensor]:
     """Actor and critic take turns for `steps` steps; with `offload`, everything leaves between any two stages."""
     models = actor_and_critic(world, language, value, dtype, distributed)
-    residency = residency_of(world, models, enabled=offload)
+    residency = residency_of(world, models, enabled=offload, share_host_copies=share)
     results: dict[str, Tensor] = {}
     for step in range(steps):
         for model in models:
@@ -90,18 +91,18 @@ def one_step(model: RoleModel) -> float:
     return train_step(model, BATCH, 1e-3) if model.head == "language" else regress(model, BATCH)
 
 
-def compare_training(world: World, steps: int, **arguments) -> list[str]:
+def compare_training(world: World, steps: int, share: bool, **arguments) -> list[str]:
     """Names of results that differ in any bit between training with offload and without."""
     seed_everything(1)
     plain = trained(world, steps=steps, offload=False, **arguments)
     seed_everything(1)
     with poisoned(copy_seconds=1e-4):
-        offloaded = trained(world, steps=steps, offload=True, **arguments)
+        offloaded = trained(world, steps=steps, offload=True, share=share, **arguments)
     assert len(plain) > 50 and plain.keys() == offloaded.keys()
     return [name for name in plain if not torch.equal(plain[name], offloaded[name])]
 
 
-def measured_and_predicted_bytes(world: World, language: str, value: str, dtype: str, distributed: bool) -> list[tuple[str, dict, dict]]:
+def measured_and_predicted_bytes(world: World, language: str, value: str, dtype: str, distributed: bool) -> list[tuple[str, Any, Any]]:
     """(role, bytes found, bytes predicted from config.json and the layout), for four roles of this rank."""
     actor, critic = actor_and_critic(world, language, value, dtype, distributed)
     frozen = [make_role(world, language, "language", dtype=dtype), make_role(world, value, "value", dtype=dtype)]
@@ -111,9 +112,7 @@ def measured_and_predicted_bytes(world: World, language: str, value: str, dtype:
     for model in (actor, critic, *frozen):
         trained = model.optimizer is not None
         kind = RoleKind(model.shape, model.head == "value", trained, model.dtype.itemsize, model.table.cos.shape[0], distributed)
-        state = ModelState.of(model, CHUNK_BYTES)
-        found = {part.label: state.num_bytes(part) for part in TRAINING}
-        predicted = {part.label: n for part, n in part_bytes(kind, place).items()}
+        found, predicted = ModelState.of(model).role_bytes(), role_bytes(kind, place)
         results.append((f"{model.role.value}, {'trained' if trained else 'frozen'}", found, predicted))
     return results
 

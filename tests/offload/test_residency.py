@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from ranks import Layout
 
 COMBINATIONS = [(dtype, distributed) for dtype in ("fp32", "bf16") for distributed in (False, True)]
 
@@ -30,10 +31,12 @@ def test_host_memory_keeps_its_addresses_and_its_size_over_50_cycles(ranks, mode
     assert len(counts) == 6 and set(counts.values()) == {1}
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_random_requests_follow_a_simple_model(ranks, models, dtype):
-    (served,) = ranks.run("offload.machine:random_requests", dtype=dtype, examples=60, **models)
-    assert served > 200
+@pytest.mark.parametrize(
+    ("layout", "dtype", "share"), [(Layout(), "fp32", False), (Layout(), "bf16", False), (Layout(data=2), "bf16", False), (Layout(data=2), "bf16", True)]
+)
+def test_random_requests_follow_a_simple_model(ranks, models, layout, dtype, share):
+    for served in ranks.run("offload.machine:random_requests", layout, dtype=dtype, examples=30, share=share, **models):
+        assert served > 100
 
 
 REFUSALS = {

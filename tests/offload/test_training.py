@@ -6,21 +6,22 @@ import pytest
 from ranks import Layout
 
 CASES = [
-    pytest.param(Layout(), 20, dtype, distributed, id=f"1rank-{dtype}-{'distributed' if distributed else 'plain'}")
+    pytest.param(Layout(), 20, dtype, distributed, False, id=f"1rank-{dtype}-{'distributed' if distributed else 'plain'}")
     for dtype in ("fp32", "bf16")
     for distributed in (False, True)
 ] + [
-    pytest.param(Layout(data=2), 5, "fp32", True, id="DP2-fp32-distributed"),
-    pytest.param(Layout(data=2), 5, "bf16", True, id="DP2-bf16-distributed"),
-    pytest.param(Layout(tensor=2), 3, "bf16", False, id="TP2-bf16-plain"),
-    pytest.param(Layout(pipeline=2), 3, "bf16", True, id="PP2-bf16-distributed"),
+    pytest.param(Layout(data=2), 5, "bf16", True, False, id="DP2-bf16-distributed"),
+    pytest.param(Layout(data=2), 5, "bf16", True, True, id="DP2-bf16-distributed-shared"),
+    pytest.param(Layout(data=2), 5, "fp32", False, True, id="DP2-fp32-plain-shared"),
+    pytest.param(Layout(tensor=2), 3, "bf16", False, False, id="TP2-bf16-plain"),
+    pytest.param(Layout(pipeline=2), 3, "bf16", True, False, id="PP2-bf16-distributed"),
 ]
 
 
-@pytest.mark.parametrize(("layout", "steps", "dtype", "distributed"), CASES)
-def test_offload_changes_no_bit_of_training(ranks, language_model, value_model, layout, steps, dtype, distributed):
+@pytest.mark.parametrize(("layout", "steps", "dtype", "distributed", "share"), CASES)
+def test_offload_changes_no_bit_of_training(ranks, language_model, value_model, layout, steps, dtype, distributed, share):
     arguments = dict(language=language_model("llama"), value=value_model("qwen2"), dtype=dtype, distributed=distributed)
-    different = ranks.run("offload.on_ranks:compare_training", layout, steps=steps, **arguments)
+    different = ranks.run("offload.on_ranks:compare_training", layout, steps=steps, share=share, **arguments)
     assert different == [[]] * layout.size
 
 

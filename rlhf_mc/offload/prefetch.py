@@ -1,0 +1,30 @@
+"""Prefetch: which visit comes next, from a schedule of one iteration that repeats. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rlhf_mc.offload.minimum import Visit
+from rlhf_mc.offload.parts import Part
+
+if TYPE_CHECKING:
+    from rlhf_mc.models.role import Role
+
+
+class Prefetch:
+    """A place in the schedule. Visits that are not in it (an evaluation, a checkpoint) leave the place where it is."""
+
+    def __init__(self, schedule: Sequence[Visit]) -> None:
+        self._schedule = schedule
+        self._place = -1
+
+    def after(self, role: Role, parts: Part) -> Visit | None:
+        """The visit that follows this one; None where this one is not in the schedule."""
+        count = len(self._schedule)
+        for step in range(1, count + 1):
+            visit = self._schedule[(self._place + step) % count]
+            if (visit.role, visit.parts) == (role, parts):
+                self._place = (self._place + step) % count
+                return self._schedule[(self._place + 1) % count]
+        return None
