@@ -18,6 +18,7 @@ from rlhf_mc.models.passes import accumulate_gradients, score, update, zero_grad
 from rlhf_mc.models.optimizer import torch_optimizers
 from rlhf_mc.models.role import Role, RoleModel
 from rlhf_mc.offload import TRAINING, Ledger, ModelState, Part, Residency, ResidencyError
+from rlhf_mc.offload.minimum import ppo_visits
 from rlhf_mc.offload.sizes import Place, RoleKind, role_bytes
 from rlhf_mc.parallel.world import World, seed_everything
 
@@ -264,3 +265,34 @@ def saved_between_stages(world: World, language: str, value: str, target: str) -
         actor.save(target)
     with safe_open(f"{target}/model.safetensors", "pt") as saved:
         return all(torch.equal(saved.get_tensor(name), tensor) for name, tensor in truth.items())
+
+
+def swaps_within_budget(world: World, language: str, value: str, with_room: bool) -> dict[str, Any]:
+    """Three iterations of two roles by PPO's schedule, with a budget that has room for both roles or only just for one.
+
+    peak: most bytes of parts on the device at once.  early: parts that were on their way before they were asked for.
+    """
+    models = actor_and_critic(world, language, value, "bf16", True)
+    states = [ModelState.of(model, CHUNK_BYTES) for model in models]
+    whole = [sum(state.num_bytes(part) for part in TRAINING) for state in states]
+    schedule = ppo_visits(Role.ACTOR, Role.CRITIC, [])
+    budget = sum(whole) if with_room else max(whole)
+    residency = Residency(world, states, Ledger(), device_budget_bytes=budget, schedule=schedule)
+    residency._mover.peak_bytes = 0
+    early = []
+    expected: dict[Role, list[Tensor]] = {}
+    with poisoned(copy_seconds=1e-3):
+        for visit in schedule * 3:
+            if visit.role is None:
+                residency.all_off()
+                continue
+            early += [h.name for h in residency._holdings.values() if h.in_flight]
+            with residency.on_device(visit.role, visit.parts) as model:
+                weights = [w.detach().clone() for w in model.decoder.parameters()]
+                assert all(map(torch.equal, weights, expected.get(visit.role, weights)))
+                if visit.updates:
+                    one_step(model)
+                expected[visit.role] = [w.detach().clone() for w in model.decoder.parameters()]
+    residency.all_off()
+    moved = residency.ledger.moved()
+    return dict(peak=residency.peak_bytes, budget=budget, early=early, moved=moved, minimum=residency.ledger.minimum())

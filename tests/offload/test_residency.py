@@ -39,6 +39,16 @@ def test_random_requests_follow_a_simple_model(ranks, models, layout, dtype, sha
         assert served > 100
 
 
+@pytest.mark.parametrize("with_room", [False, True])
+def test_the_next_role_is_prefetched_where_the_budget_has_room(ranks, models, with_room):
+    (seen,) = ranks.run("offload.on_ranks:swaps_within_budget", with_room=with_room, **models)
+    assert seen["peak"] <= seen["budget"]
+    assert seen["moved"] == seen["minimum"]
+    # Actor's moments while the critic trains need the room of both; the params of a role in scoring always fit.
+    assert ("actor optimizer" in seen["early"]) == with_room
+    assert "critic params" in seen["early"]
+
+
 REFUSALS = {
     "frozen": ("ResidencyError", "reference is frozen and has params only; ask for Part.PARAMS"),
     "no such role": ("ResidencyError", "on_device(reward_model, params): no such role here"),
