@@ -208,7 +208,10 @@ def test_supervised_row_that_fits_no_micro_batch():
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["supervised.max_tokens=2100"], "supervised.micro_batch.tokens: 4096 cannot hold a preference pair of 2 x supervised.max_tokens"),
+        (
+            ["supervised.max_tokens=2100"],
+            "supervised.micro_batch.tokens: 4096 cannot hold a preference pair of 2 x supervised.max_tokens 2100; set it to 4200",
+        ),
         (
             ["supervised.micro_batch.tokens=null", "supervised.micro_batch.sequences=1"],
             "supervised.micro_batch.sequences: 1 cannot hold a preference pair; set it to 2 or more",

@@ -73,7 +73,8 @@ def test_an_error_on_one_rank_ends_the_others(pool: RankPool) -> None:
 
 
 def test_ranks_that_hang_are_killed_and_located(pool: RankPool) -> None:
-    with pytest.raises(RankError, match="(?s)not done after 2 s.*rank 0 was here:.*sleeps_on_rank_0.*rank 1 was here:.*wait_for_all"):
+    stacks = "(?s)not done after 2 s.*rank 0 was here:.*sleeps_on_rank_0.*rank 1 was here:.*wait_for_all"
+    with pytest.raises(RankError, match=stacks):
         pool.run("test_ranks:sleeps_on_rank_0", TWO, timeout_seconds=2)
     assert len(pool.run("test_ranks:process_id", TWO)) == 2
 

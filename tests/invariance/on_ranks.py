@@ -18,8 +18,9 @@ from rlhf_mc.parallel.world import World
 
 
 def weighted_loss(wanted: Tensor) -> Loss:
-    """Of a language head: -wanted . log-probs - entropy / 100.  Of a value head: (values - wanted)^2 / 2.  Means over all answers.
+    """Of a language head: -wanted . log-probs - entropy / 100.  Of a value head: (values - wanted)^2 / 2.
 
+    Means over all answers of the batch.
     wanted: float32, one number for each answer of the batch; so it shows where an answer goes to the wrong place.
     """
 

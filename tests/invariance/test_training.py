@@ -111,7 +111,8 @@ def test_families(ranks: RankPool, language_model, layout: Layout, family: str) 
 @OPTIMIZERS
 @pytest.mark.parametrize("layout", LAYOUTS[:-1], ids=str)
 def test_value_models(ranks: RankPool, value_model, layout: Layout, distributed: bool) -> None:
-    assert_same_training(trained(ranks, layout, value_model("llama"), "value", distributed_optimizer=distributed), "llama", "value")
+    results = trained(ranks, layout, value_model("llama"), "value", distributed_optimizer=distributed)
+    assert_same_training(results, "llama", "value")
 
 
 BUDGETS = {

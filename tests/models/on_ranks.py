@@ -11,10 +11,11 @@ from torch import Tensor
 from rlhf_mc.batch import SequenceBatch
 from rlhf_mc.config import MicroBatch, Optim, Parallel, Settings, Trainer
 from rlhf_mc.models import hf_weights
-from rlhf_mc.models.heads import PLAIN, Sampling
+from rlhf_mc.models.heads import PLAIN, Sampling, TokenLogprobs
 from rlhf_mc.models.loss import Loss, LossSum
 from rlhf_mc.models.passes import accumulate_gradients, score, update, zero_gradients
 from rlhf_mc.models.role import Head, Role, RoleModel, build_role
+from rlhf_mc.parallel.packing import PackedMicrobatch
 from rlhf_mc.parallel.world import World
 
 
@@ -42,7 +43,7 @@ def logprobs(
     model = make_role(world, directory, optim=Optim())
     seen = torch.zeros(2, scored.numel())
 
-    def look(answers, microbatch) -> LossSum:
+    def look(answers: TokenLogprobs, microbatch: PackedMicrobatch) -> LossSum:
         if world.grid.speaks and not microbatch.fill:
             seen[:, microbatch.slots] = torch.stack((answers.logprobs, answers.entropy)).detach()
         return LossSum(answers.logprobs.sum(), {"entropy": answers.entropy.sum()})
@@ -92,7 +93,12 @@ def load_error(world: World, directory: str, head: Head = "language") -> str:
 
 def negative_log_likelihood(num_tokens: int) -> Loss:
     """Mean over `num_tokens` of the negative log-prob."""
-    return Loss(("nll",), lambda answers, microbatch: LossSum(-answers.logprobs.sum() / num_tokens, {"nll": -answers.logprobs.sum()}))
+
+    def of(answers: TokenLogprobs, microbatch: PackedMicrobatch) -> LossSum:
+        nll = -answers.logprobs.sum()
+        return LossSum(nll / num_tokens, {"nll": nll})
+
+    return Loss(("nll",), of)
 
 
 def train_step(model: RoleModel, batch: SequenceBatch, lr: float, budget: MicroBatch = MicroBatch()) -> float:
@@ -102,7 +108,9 @@ def train_step(model: RoleModel, batch: SequenceBatch, lr: float, budget: MicroB
     return update(model, lr)
 
 
-def step_with_zero_lr(world: World, directory: str, batch: SequenceBatch, dtype: str, distributed_optimizer: bool) -> dict[str, Any]:
+def step_with_zero_lr(
+    world: World, directory: str, batch: SequenceBatch, dtype: str, distributed_optimizer: bool
+) -> dict[str, Any]:
     """The weights before and after a step with learning rate 0."""
     model = make_role(world, directory, optim=Optim(), dtype=dtype, distributed_optimizer=distributed_optimizer)
     before = exported(model)

@@ -30,7 +30,9 @@ def test_steps_below_the_resolution_of_bf16_accumulate(ranks: RankPool, language
 @OPTIMIZERS
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", [Layout(), Layout(data=2)], ids=str)
-def test_a_step_with_lr_0_changes_nothing(ranks: RankPool, language_model, layout: Layout, dtype: str, distributed_optimizer: bool) -> None:
+def test_a_step_with_lr_0_changes_nothing(
+    ranks: RankPool, language_model, layout: Layout, dtype: str, distributed_optimizer: bool
+) -> None:
     """Loading reaches the fp32 main params; otherwise a step would write back what they held before."""
     arguments = dict(directory=language_model("llama"), batch=BATCH, dtype=dtype, distributed_optimizer=distributed_optimizer)
     for answer in ranks.run("models.on_ranks:step_with_zero_lr", layout, **arguments):

@@ -24,8 +24,8 @@ def tensors_in(directory: str) -> dict[str, torch.Tensor]:
 def assert_same_tensors(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """The same names, precisions and bits."""
     assert actual.keys() == expected.keys()
-    different = [name for name in expected if actual[name].dtype != expected[name].dtype or not actual[name].equal(expected[name])]
-    assert not different
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype and torch.equal(actual[name], tensor), name
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -44,13 +44,14 @@ def test_export_and_save_give_the_original_bits(ranks: RankPool, language_model,
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_saved_value_model_is_a_sequence_classifier(ranks: RankPool, value_model, tmp_path, layout: Layout, family: str) -> None:
+def test_a_saved_value_model_is_a_classifier(ranks: RankPool, value_model, tmp_path, layout: Layout, family: str) -> None:
     source, target = value_model(family), str(tmp_path / "saved")
     for exported in ranks.run("models.on_ranks:export_and_save", layout, directory=source, target=target, head="value"):
         assert_same_tensors(exported, tensors_in(source))
     assert_same_tensors(tensors_in(target), tensors_in(source))
     with torch.no_grad():
-        reloaded = reference_scores(AutoModelForSequenceClassification.from_pretrained(target, attn_implementation="eager"), BATCH)
+        model = AutoModelForSequenceClassification.from_pretrained(target, attn_implementation="eager")
+        reloaded = reference_scores(model, BATCH)
         original = reference_scores(tiny_value_model(family), BATCH)
     torch.testing.assert_close(reloaded, original, rtol=0, atol=1e-5)
 
@@ -68,7 +69,9 @@ def test_a_language_model_saved_as_value_model(ranks: RankPool, language_model, 
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, pipeline=2)], ids=str)
-def test_a_bf16_model_is_saved_in_bf16_with_its_value_head_in_fp32(ranks: RankPool, value_model, tmp_path, layout: Layout) -> None:
+def test_a_bf16_model_is_saved_in_bf16_and_its_value_head_in_fp32(
+    ranks: RankPool, value_model, tmp_path, layout: Layout
+) -> None:
     source, target = value_model("qwen3"), str(tmp_path / "saved")
     arguments = dict(directory=source, target=target, head="value", dtype="bf16")
     ranks.run("models.on_ranks:export_and_save", layout, **arguments)

@@ -18,7 +18,7 @@ from rlhf_mc.parallel.world import World
 def sharded_logprobs(
     world: World, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, first_rows: list[int], slopes: Tensor
 ) -> tuple[Tensor, ...]:
-    """Log-probs and entropy with rank r holding the rows from first_rows[r]; and the gradients of slopes . (log-probs, entropy)."""
+    """Log-probs and entropy with rank r holding the rows from first_rows[r]; then the gradients of slopes . (both)."""
     rank = world.tensor_group.rank()
     hidden = hidden.clone().requires_grad_()
     shard = weight[first_rows[rank] : first_rows[rank + 1]].clone().requires_grad_()
