@@ -13,11 +13,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlhf_mc.config import ConfigError
+from rlhf_mc.models.elementwise import RMSNorm, SwiGLU
 from rlhf_mc.models.hf_config import ModelShape
 from rlhf_mc.parallel.attention import PackedAttention
 from rlhf_mc.parallel.grids import TrainingGrid
@@ -26,19 +27,6 @@ from rlhf_mc.parallel.packing import RotaryTable
 
 # Scalings whose frequencies are the same for every sequence; of the others, one table for all would be wrong.
 _ROPE_SCALINGS = ("linear", "llama3", "yarn")
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight (arXiv:1910.07467). Its weight carries `sequence_parallel`, by which megatron sums its gradient."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **megatron_arguments) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def transformer_config(shape: ModelShape, grid: TrainingGrid, dtype: torch.dtype) -> TransformerConfig:
@@ -55,6 +43,7 @@ def transformer_config(shape: ModelShape, grid: TrainingGrid, dtype: torch.dtype
         ffn_hidden_size=shape.ffn,
         gated_linear_unit=True,
         activation_func=F.silu,
+        use_te_activation_func=True,  # megatron's name for a module in the activation slot; ours is SwiGLU
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
@@ -93,7 +82,7 @@ def layer_spec(shape: ModelShape) -> ModuleSpec:
             k_layernorm=RMSNorm if shape.qk_norm else None,
         ),
     )
-    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, activation_func=SwiGLU, linear_fc2=RowParallelLinear))
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

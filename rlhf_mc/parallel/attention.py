@@ -20,6 +20,8 @@ from rlhf_mc.batch import offsets_of, ragged_arange
 
 # Sequences share a kernel call if the shortest is at least this share of the longest: it bounds the padded work.
 _MIN_LENGTH_RATIO = 0.75
+# Up to this length, torch's CPU attention is faster in fp32 than in bf16, backward included.
+_LONGEST_IN_FP32 = 256
 
 
 @dataclass(frozen=True)
@@ -131,10 +133,32 @@ class _Unpad(torch.autograd.Function):
         return back, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (arXiv:2104.09864), halves not interleaved. x [T, heads, d]; cos, sin [T, 1, d] in x's dtype."""
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    """Halves (a, b) of each head become (a cos - b sin, b cos + a sin), sin taken `direction` times."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    cos_a, cos_b = cos.chunk(2, dim=-1)
+    sin_a, sin_b = sin.chunk(2, dim=-1)
+    out = torch.empty_like(x)
+    out_a, out_b = out.chunk(2, dim=-1)
+    torch.mul(first, cos_a, out=out_a).addcmul_(second, sin_a, value=-direction)
+    torch.mul(second, cos_b, out=out_b).addcmul_(first, sin_b, value=direction)
+    return out
+
+
+class _Rotary(torch.autograd.Function):
+    """Rotary embedding (arXiv:2104.09864), halves not interleaved. x [T, heads, d]; cos, sin [T, 1, d] in x's dtype.
+
+    A rotation's backward is the rotation back (scaled alike).
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _turn(grad, *ctx.saved_tensors, -1.0), None, None
 
 
 def _causal_mask(longest: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -143,6 +167,12 @@ def _causal_mask(longest: int, window: int | None, device: torch.device) -> Tens
         return None
     distance = torch.arange(longest, device=device)[:, None] - torch.arange(longest, device=device)[None, :]
     return (distance >= 0) & (distance < window)
+
+
+def _kernel_dtype(query: Tensor, longest: int) -> torch.dtype:
+    """fp32 for short bf16 sequences on CPU, where torch's bf16 backward costs about 60 ms a call before any work; else query's own."""
+    short_on_cpu = query.device.type == "cpu" and query.dtype == torch.bfloat16 and longest <= _LONGEST_IN_FP32
+    return torch.float32 if short_on_cpu else query.dtype
 
 
 class PackedAttention(nn.Module):
@@ -162,7 +192,7 @@ class PackedAttention(nn.Module):
     ) -> Tensor:
         packed = packed_seq_params
         cos, sin = packed.cos[:, None].to(query.dtype), packed.sin[:, None].to(query.dtype)
-        query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+        query, key = _Rotary.apply(query, cos, sin), _Rotary.apply(key, cos, sin)
         outputs = [self._attend(query, key, value, group) for group in packed.groups]
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         out = out if packed.order is None else out.index_select(0, packed.order)
@@ -171,8 +201,9 @@ class PackedAttention(nn.Module):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, group: KernelGroup) -> Tensor:
         """One kernel call; the group's tokens in the group's order, [n, heads, d]."""
         shape = (group.rows, group.longest)
-        q, k, v = (_Pad.apply(x, group).view(*shape, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+        dtype = _kernel_dtype(query, group.longest)
+        q, k, v = (_Pad.apply(x, group).view(*shape, *x.shape[1:]).transpose(1, 2).to(dtype) for x in (query, key, value))
         mask = _causal_mask(group.longest, self.window, query.device)
         grouped = query.size(1) != key.size(1)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped)
-        return _Unpad.apply(out.transpose(1, 2).reshape(-1, *query.shape[1:]), group)
+        return _Unpad.apply(out.transpose(1, 2).reshape(-1, *query.shape[1:]), group).to(query.dtype)
