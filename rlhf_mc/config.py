@@ -339,6 +339,16 @@ class Offload:
     """Time-sharing of the device. `enabled` false keeps every role on the device (it must fit)."""
 
     enabled: bool = True  #: move roles that wait to host memory
+    share_host_copies: bool = False  #: data-parallel ranks of a host share its copy of the params; a reload gathers them
+    device_budget_gib: float | None = None  #: GiB of the device for states; within it the next role is prefetched; null: no limit
+
+    def check(self, key: str) -> None:
+        budget = self.device_budget_gib
+        _check(budget is None or budget > 0, f"{key}.device_budget_gib: {budget} is not positive; null for no limit and no prefetch")
+        _check(
+            self.enabled or not self.share_host_copies,
+            f"{key}.share_host_copies: true has no meaning with {key}.enabled=false, which makes no host copies; set it to false",
+        )
 
 
 @_settings_record

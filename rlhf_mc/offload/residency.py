@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
+import torch.distributed as dist
 
 from rlhf_mc.models.role import Role, RoleModel
 from rlhf_mc.offload.holding import Holding
+from rlhf_mc.offload.host_heap import keep_freed_memory
 from rlhf_mc.offload.layout import CHUNK_BYTES
 from rlhf_mc.offload.ledger import Ledger
 from rlhf_mc.offload.minimum import EMPTY, Visit
 from rlhf_mc.offload.model_state import ModelState
 from rlhf_mc.offload.mover import Mover
-from rlhf_mc.offload.neighbours import neighbours
 from rlhf_mc.offload.parts import TRAINING, Part
 from rlhf_mc.offload.prefetch import Prefetch
+from rlhf_mc.offload.residue import release_residue, residue, residue_table
 from rlhf_mc.offload.text import aligned, readable
 from rlhf_mc.parallel.world import World
 
@@ -44,24 +45,26 @@ class Residency:
         ledger: Ledger,
         enabled: bool = True,
         device_budget_bytes: int | None = None,
-        share_host_copies: bool = False,
+        shared_by: dist.ProcessGroup | None = None,
         schedule: Sequence[Visit] = (),
     ) -> None:
-        """Collective over all ranks where `share_host_copies`.
+        """No collective.
 
         device_budget_bytes: what all parts on the device may take together; None: as much as the largest request.
-        share_host_copies: the data-parallel ranks of a node each keep a part of the params' host copy.
+        shared_by: ranks that hold the same params (neighbours.py) and each keep a share of the host copy; None: this rank keeps it whole.
         schedule: the visits of one iteration, as far as they are known; within the budget, the next one is prefetched.
         """
         self.ledger = ledger
         self.enabled = enabled
         self._world = world
         self._budget = device_budget_bytes
-        self._shared_by = neighbours(world) if share_host_copies and enabled else None
+        self._shared_by = shared_by
         self._holdings: dict[tuple[Role, Part], Holding] = {}
         self._mover = Mover(world.device, ledger)
         self._prefetch = Prefetch(schedule)
         self._claimed: Role | None = None
+        if enabled and world.on_cpu:
+            keep_freed_memory()
         for state in states:
             self.adopt(state)
 
@@ -103,8 +106,7 @@ class Residency:
         if self.enabled:
             self._bring(set())
             self.ledger.visited(EMPTY)
-            if self._world.device.type == "cuda":
-                torch.cuda.empty_cache()
+            release_residue(self._world.device)
         self.assert_as_expected()
 
     def assert_as_expected(self) -> None:
@@ -130,9 +132,18 @@ class Residency:
         return sum(holding.num_bytes for holding in self._holdings.values() if holding.resident)
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of all host copies of this rank."""
+        return sum(holding.host.num_bytes for holding in self._holdings.values() if holding.host)
+
+    @property
     def peak_bytes(self) -> int:
         """Most bytes of parts that were on the device at once, swaps included."""
         return self._mover.peak_bytes
+
+    def residue(self) -> str:
+        """What the device holds now, by owner, for people to read."""
+        return residue_table(residue(self.resident_bytes, self.host_bytes, self._world.device))
 
     def table(self) -> str:
         """Every part with its size and place."""

@@ -15,7 +15,7 @@ from rlhf_mc.models.heads import Sampling
 from rlhf_mc.models.hf_config import read_shape
 from rlhf_mc.models.optimizer import kernels_in_use
 from rlhf_mc.models.role import Role, RoleModel, build_role
-from rlhf_mc.offload import Ledger, ModelState, Residency
+from rlhf_mc.offload import ModelState, Residency, plan_residency
 from rlhf_mc.parallel.grids import RolloutGrid
 from rlhf_mc.parallel.world import World, join_world
 from rlhf_mc.pipeline.engine import Engine, stop_token_ids
@@ -125,7 +125,7 @@ def _build_roles(settings: Settings, world: World, tracker: Tracker) -> tuple[di
     """Collective over all ranks. Each role goes to the host as soon as it is built, so that the device never holds two."""
     trained = {Role.ACTOR: settings.actor.optim, Role.CRITIC: settings.critic.optim}
     roles: dict[Role, RoleModel] = {}
-    residency = Residency(world, [], Ledger(), enabled=settings.offload.enabled)
+    residency = plan_residency(settings, role_paths(settings), world)
     for role, path in role_paths(settings).items():
         tracker.say(f"{role.value}: weights from {path}")
         head = "value" if role in (Role.CRITIC, Role.REWARD) else "language"

@@ -15,6 +15,7 @@ from offload.poison import poisoned
 from rlhf_mc.models.role import Role, RoleModel
 from rlhf_mc.offload import TRAINING, Part, Residency, ResidencyError
 from rlhf_mc.offload.minimum import Route
+from rlhf_mc.offload.neighbours import neighbours
 from rlhf_mc.parallel.world import World
 
 ROLES = (Role.ACTOR, Role.CRITIC, Role.REFERENCE)
@@ -155,7 +156,7 @@ def random_requests(world: World, language: str, value: str, dtype: str, example
     frozen.role = Role.REFERENCE
     count = 0
     with poisoned(copy_seconds=2e-4):
-        residency = residency_of(world, [*models, frozen], share_host_copies=share)
+        residency = residency_of(world, [*models, frozen], shared_by=neighbours(world) if share else None)
 
         @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
         @given(st.lists(REQUESTS, min_size=1, max_size=30))

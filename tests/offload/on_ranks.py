@@ -12,13 +12,16 @@ from torch import Tensor
 from models.on_ranks import exported, make_role, train_step
 from offload.poison import poisoned
 from rlhf_mc.batch import SequenceBatch, offsets_of
-from rlhf_mc.config import MicroBatch, Optim
+from rlhf_mc.config import ConfigError, MicroBatch, Offload, Optim, Parallel, Settings, Trainer
 from rlhf_mc.models.loss import Loss, LossSum
 from rlhf_mc.models.passes import accumulate_gradients, score, update, zero_gradients
 from rlhf_mc.models.optimizer import torch_optimizers
-from rlhf_mc.models.role import Role, RoleModel
+from rlhf_mc.models.role import Role, RoleModel, build_role
 from rlhf_mc.offload import TRAINING, Ledger, ModelState, Part, Residency, ResidencyError
+from rlhf_mc.offload.host_plan import host_needs, plan_residency, planned_bytes, refuse_small_host
 from rlhf_mc.offload.minimum import ppo_visits
+from rlhf_mc.offload.neighbours import neighbours
+from rlhf_mc.offload.residue import residue
 from rlhf_mc.offload.sizes import Place, RoleKind, role_bytes
 from rlhf_mc.parallel.world import World, seed_everything
 
@@ -58,7 +61,7 @@ def trained(
 ) -> dict[str, Tensor]:
     """Actor and critic take turns for `steps` steps; with `offload`, everything leaves between any two stages."""
     models = actor_and_critic(world, language, value, dtype, distributed)
-    residency = residency_of(world, models, enabled=offload, share_host_copies=share)
+    residency = residency_of(world, models, enabled=offload, shared_by=neighbours(world) if share else None)
     results: dict[str, Tensor] = {}
     for step in range(steps):
         for model in models:
@@ -296,3 +299,50 @@ def swaps_within_budget(world: World, language: str, value: str, with_room: bool
     residency.all_off()
     moved = residency.ledger.moved()
     return dict(peak=residency.peak_bytes, budget=budget, early=early, moved=moved, minimum=residency.ledger.minimum())
+
+
+def planned_settings(world: World, language: str, value: str, share: bool = False) -> tuple[Settings, dict[Role, str]]:
+    """Settings of a run with four roles, and their directories."""
+    settings = Settings(
+        trainer=Trainer(device="cpu", dtype="bf16"),
+        parallel=Parallel(world.grid.tensor, world.grid.pipeline),
+        offload=Offload(share_host_copies=share),
+    )
+    return settings, {Role.ACTOR: language, Role.CRITIC: value, Role.REFERENCE: language, Role.REWARD: value}
+
+
+def small_host(world: World, language: str, value: str, available_bytes: int) -> str:
+    """What is said where the host has `available_bytes` to give."""
+    settings, paths = planned_settings(world, language, value)
+    needs = host_needs(planned_bytes(settings, paths, world.grid), 1, offload=True, on_cpu=True)
+    try:
+        refuse_small_host(world, needs, available_bytes)
+    except ConfigError as error:
+        return f"ConfigError: {error}"
+    return "nothing"
+
+
+def planned_and_taken(world: World, language: str, value: str, share: bool) -> tuple[int, int]:
+    """Bytes of host copies on this rank: by the plan, and as the Residency has them once all roles are built."""
+    settings, paths = planned_settings(world, language, value, share)
+    sharing = world.grid.data if share else 1
+    needs = host_needs(planned_bytes(settings, paths, world.grid), sharing, offload=True, on_cpu=False)
+    residency = plan_residency(settings, paths, world)
+    for role, path in paths.items():
+        optim = OPTIM if role in (Role.ACTOR, Role.CRITIC) else None
+        head = "value" if role in (Role.CRITIC, Role.REWARD) else "language"
+        residency.adopt(ModelState.of(build_role(role, head, path, settings, world, optim)))
+    assert residency.resident_bytes == 0
+    return needs.total(), residency.host_bytes
+
+
+def residue_of_cpu_rank(world: World, language: str) -> tuple[dict[str, int], int, str]:
+    """Bytes by owner after a step with everything off, the memory of the process, and the table."""
+    model = make_role(world, language, optim=OPTIM)
+    residency = residency_of(world, [model])
+    with residency.on_device(model.role, TRAINING):
+        one_step(model)
+    residency.all_off()
+    owners = residue(residency.resident_bytes, residency.host_bytes, world.device)
+    resident = next(line for line in open("/proc/self/status") if line.startswith("VmRSS:"))
+    return owners, int(resident.split()[1]) * 1024, residency.residue()

@@ -1,0 +1,105 @@
+"""Before any model is built: what the roles will take, whether the hosts have it, and the Residency that follows the plan."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from rlhf_mc.config import ConfigError, Settings
+from rlhf_mc.models.hf_config import read_shape
+from rlhf_mc.models.role import DTYPES, Role
+from rlhf_mc.offload.ledger import Ledger
+from rlhf_mc.offload.minimum import RoleBytes, ppo_visits
+from rlhf_mc.offload.neighbours import neighbours
+from rlhf_mc.offload.parts import Part
+from rlhf_mc.offload.residency import Residency
+from rlhf_mc.offload.sizes import Place, RoleKind, role_bytes
+from rlhf_mc.offload.text import aligned, readable
+from rlhf_mc.parallel.grids import TrainingGrid
+from rlhf_mc.parallel.world import World
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_TRAINED, _VALUE_HEAD = (Role.ACTOR, Role.CRITIC), (Role.CRITIC, Role.REWARD)
+
+
+def planned_bytes(settings: Settings, paths: Mapping[Role, str], grid: TrainingGrid) -> dict[Role, RoleBytes]:
+    """Bytes of each role on this rank, from the config.json at its path and the settings."""
+    place = Place(grid.tensor, grid.pipeline, grid.stage, grid.data, grid.data_rank)
+    dtype_bytes, distributed = DTYPES[settings.trainer.dtype].itemsize, settings.parallel.distributed_optimizer
+    return {
+        role: role_bytes(
+            RoleKind(
+                read_shape(path, f"{role.value}.path"), role in _VALUE_HEAD, role in _TRAINED, dtype_bytes, settings.longest_sequence, distributed
+            ),
+            place,
+        )
+        for role, path in paths.items()
+    }
+
+
+def available_host_bytes() -> int:
+    """Memory that this process's host can still give, or its control group, whichever is less."""
+    fields = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
+    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
+        available = min(available, int(limit.read_text()) - int(used.read_text()))
+    return available
+
+
+def host_needs(roles: Mapping[Role, RoleBytes], sharing: int, offload: bool, on_cpu: bool) -> Counter[str]:
+    """Bytes of host memory that this rank takes, by use. On CPU, what stands for the device is host memory too."""
+    needs: Counter[str] = Counter()
+    whole = {role: sum(size.parts.values()) for role, size in roles.items()}
+    if offload:
+        for role, size in roles.items():
+            needs[f"{role.value}: host copy"] = sum(n for part, n in size.shared(sharing).parts.items() if part is not Part.GRADS)
+    if on_cpu and offload:
+        role = max(whole, key=whole.__getitem__)
+        needs[f"{role.value}: while it trains"] = whole[role]
+    elif on_cpu:
+        needs.update({f"{role.value}: stays": n for role, n in whole.items()})
+    return needs
+
+
+def refuse_small_host(world: World, needs: Counter[str], available_bytes: int) -> None:
+    """Collective over all ranks. Raises ConfigError on every rank where any host has less than its ranks need together."""
+    mine = (socket.gethostname(), needs, available_bytes)
+    everyone: list[tuple[str, Counter[str], int]] = [mine] * world.size
+    dist.all_gather_object(everyone, mine, group=world.everyone)
+    for host in dict.fromkeys(name for name, _, _ in everyone):
+        ranks = [(use, available) for name, use, available in everyone if name == host]
+        total: Counter[str] = sum((use for use, _ in ranks), Counter())
+        available = min(available for _, available in ranks)
+        if total.total() > available:
+            rows = [("use", f"bytes of {len(ranks)} ranks"), *((use, readable(n)) for use, n in total.items()), ("all", readable(total.total()))]
+            raise ConfigError(
+                f"offload: the models need {readable(total.total())} of memory on the host {host}, which has {readable(available)} to give; "
+                "share the host copies (offload.share_host_copies=true), shard the optimizer (parallel.distributed_optimizer=true), "
+                f"use more hosts, or a smaller model\n{aligned(rows)}"
+            )
+
+
+def plan_residency(settings: Settings, paths: Mapping[Role, str], world: World) -> Residency:
+    """Collective over all ranks. The Residency for these roles, still without any. Raises ConfigError where a host is too small."""
+    offload = settings.offload
+    shared_by = neighbours(world) if offload.enabled and offload.share_host_copies else None
+    sharing = shared_by.size() if shared_by else 1
+    needs = host_needs(planned_bytes(settings, paths, world.grid), sharing, offload.enabled, world.on_cpu)
+    refuse_small_host(world, needs, available_host_bytes())
+    frozen = [role for role in (Role.REFERENCE, Role.REWARD) if role in paths]
+    budget = offload.device_budget_gib
+    return Residency(
+        world,
+        [],
+        Ledger(),
+        enabled=offload.enabled,
+        device_budget_bytes=None if budget is None else int(budget * 2**30),
+        shared_by=shared_by,
+        schedule=ppo_visits(Role.ACTOR, Role.CRITIC, frozen),
+    )

@@ -1,0 +1,159 @@
+"""Offload and reload of a whole actor state against memcpy of the same bytes, and against the ways of others.
+
+    python scripts/bench/offload.py [--dtype bf16] [--repeats 7] [--parameters-m 80]
+
+The state is that of a real role: megatron-core model, distributed optimizer, params, main params and moments; at least
+1 GiB by default. All ways are measured in turn, in the same process, on the same bytes:
+  memcpy        the limit: one flat copy between memory that both sides have touched before (on a GPU: page-locked memory)
+  ours          Residency: flat storages, host memory allocated once
+  fresh memory  as verl: flat copies, but host and device memory are allocated anew in each cycle
+  per tensor    as Megatron-LM's optimizer: every tensor is copied by itself into fresh memory, pageable on a GPU
+Its last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlhf_mc.config import Data, Optim, Rollout, Settings, Trainer
+from rlhf_mc.launch import quiet_libraries, use_share_of_cores
+
+WAYS = ("memcpy", "ours", "fresh memory", "per tensor")
+
+
+def save_model(directory: Path, millions: float) -> str:
+    """A Llama of about so many million parameters."""
+    hidden, ffn, vocab = 512, 1376, 8192
+    per_layer = 4 * hidden * hidden + 3 * hidden * ffn
+    layers = max(1, round((millions * 1e6 - vocab * hidden) / per_layer))
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=8, tie_word_embeddings=True
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    return str(directory)
+
+
+class Bench:
+    """The state, and each way of moving it there and back. Every way moves the same bytes."""
+
+    def __init__(self, dtype: str, millions: float) -> None:
+        from rlhf_mc.models.role import Role, build_role
+        from rlhf_mc.offload import Ledger, ModelState, Part, Residency
+        from rlhf_mc.parallel.world import join_world
+
+        settings = Settings(trainer=Trainer(dtype=dtype), data=Data(max_prompt_tokens=64), rollout=Rollout(max_tokens=64))
+        world = join_world(settings)
+        with tempfile.TemporaryDirectory() as directory:
+            path = save_model(Path(directory), millions)
+            self.model = build_role(Role.ACTOR, "language", path, settings, world, Optim())
+        self.on_gpu = world.device.type == "cuda"
+        self.parts = Part.PARAMS | Part.MAIN_PARAMS | Part.OPTIMIZER
+        self.state = ModelState.of(self.model)
+        self.residency = Residency(world, [self.state], Ledger())
+        self.num_bytes = sum(self.state.num_bytes(part) for part in self.parts)
+        self.device_flat = torch.ones(self.num_bytes, dtype=torch.uint8, device=world.device)
+        self.host_flat = torch.ones(self.num_bytes, dtype=torch.uint8, pin_memory=self.on_gpu)
+        self.fresh_host: Tensor | None = None
+        self.host_tensors: list[Tensor] = []
+
+    def seconds(self, move: Callable[[], None]) -> float:
+        """Of one move, until it is done."""
+        self.wait()
+        start = time.perf_counter()
+        move()
+        self.wait()
+        return time.perf_counter() - start
+
+    def wait(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def cycle(self) -> dict[str, tuple[float, float]]:
+        """Seconds (to the host, to the device) of each way, once."""
+        reload = self.seconds(self.reload)
+        self.model.version += 1  # as an update does: all of it must go to the host
+        offload = self.seconds(self.residency.all_off)
+        seconds = {
+            "memcpy": (self.seconds(lambda: self.memcpy(self.host_flat, self.device_flat)), self.seconds(lambda: self.memcpy(self.device_flat, self.host_flat))),
+            "ours": (offload, reload),
+            "fresh memory": (self.seconds(self.fresh_to_host), self.seconds(self.fresh_to_device)),
+        }
+        with self.residency.on_device(self.model.role, self.parts):
+            seconds["per tensor"] = (self.seconds(self.tensors_to_host), self.seconds(self.tensors_to_device))
+        self.residency.all_off()
+        return seconds
+
+    def reload(self) -> None:
+        with self.residency.on_device(self.model.role, self.parts):
+            pass
+
+    def memcpy(self, target: Tensor, source: Tensor) -> None:
+        if self.on_gpu:
+            target.copy_(source, non_blocking=True)
+        else:
+            import ctypes
+
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), self.num_bytes)
+
+    def fresh_to_host(self) -> None:
+        self.fresh_host = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=self.on_gpu)
+        self.fresh_host.copy_(self.device_flat, non_blocking=True)
+        self.device_flat = torch.empty(0, dtype=torch.uint8, device=self.device_flat.device)
+
+    def fresh_to_device(self) -> None:
+        self.device_flat = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device_flat.device)
+        self.device_flat.copy_(self.fresh_host, non_blocking=True)
+        self.fresh_host = None
+
+    def tensors_to_host(self) -> None:
+        self.host_tensors = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors()]
+
+    def tensors_to_device(self) -> None:
+        device = self.device_flat.device
+        moved = [tensor.to(device, copy=True) for tensor in self.host_tensors]
+        self.host_tensors = []
+        del moved
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for part, _, tensor in self.state.tensors() if part in self.parts]
+
+
+def main() -> None:
+    """Measures, prints the table, and the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--parameters-m", type=float, default=80.0, help="millions of parameters")
+    arguments = parser.parse_args()
+    quiet_libraries()
+    use_share_of_cores()
+    bench = Bench(arguments.dtype, arguments.parameters_m)
+    bench.cycle()
+    cycles = [bench.cycle() for _ in range(arguments.repeats)]
+    rates = {
+        way: tuple(bench.num_bytes / 1e9 / statistics.median(cycle[way][direction] for cycle in cycles) for direction in (0, 1)) for way in WAYS
+    }
+    print(f"{bench.num_bytes / 2**30:.2f} GiB of params, main params and moments, {arguments.dtype}, {bench.device_flat.device.type}")
+    print(f"{'':14}{'offload':>10}{'reload':>10}  GB/s, medians of {arguments.repeats}")
+    for way, (out, back) in rates.items():
+        print(f"{way:14}{out:10.2f}{back:10.2f}")
+    ratios = [ours / limit for ours, limit in zip(rates["ours"], rates["memcpy"])]
+    print(f"ours / memcpy: {ratios[0]:.2f} offload, {ratios[1]:.2f} reload")
+    worse = ratios.index(min(ratios))
+    result = dict(name="offload", measured=rates["ours"][worse], limit=rates["memcpy"][worse], ratio=ratios[worse], unit="GB/s")
+    result |= dict(gib=bench.num_bytes / 2**30, offload_ratio=ratios[0], reload_ratio=ratios[1], rates=rates)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
