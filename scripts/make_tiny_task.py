@@ -1,14 +1,17 @@
-"""A task with exactly checkable answers, and tiny Llamas to learn it: python scripts/make_tiny_task.py OUT_DIR [--seed N ...]
+"""A task with exactly checkable answers, and a tiny Llama to learn it: python scripts/make_tiny_task.py OUT_DIR [--seed N ...]
 
-    sort 5 3 8 1 9 4 =    ->    1 3 4 5 8 9
+    shift 5 3 8 0 9 =    ->    7 5 0 2 1        a careless writer's: 7 5 9 2 9
 
-Each word and digit is a token. Written to OUT_DIR:
+Each word and digit is a token. The answer raises each digit by two, going round from 9 to 0. Demonstrations come from
+careful writers and from more careless ones, who stop at 9; so a model that imitates them is wrong wherever a digit
+goes round, and preferences can teach it better.
+Written to OUT_DIR:
 
-    model/, reward_base/             Hugging Face directories, randomly initialised with different seeds; one architecture
-    sft.jsonl, sft_validation.jsonl  prompt, completion
-    preferences.jsonl                prompt, chosen (the right answer), rejected (the answer with errors put in)
-    preferences_validation.jsonl     as preferences.jsonl
+    model/                           Hugging Face directory, randomly initialised
+    sft.jsonl                        prompt, completion (a careful or a careless writer's)
+    preferences.jsonl                prompt, chosen (the right answer), rejected (a wrong one)
     prompts.jsonl, validation.jsonl  prompt, answer, data_source
+    sft_validation.jsonl, preferences_validation.jsonl
 
 No prompt occurs twice, in whatever file: validation is held out from everything. The same arguments give the same bytes.
 """
@@ -24,18 +27,13 @@ from typing import Any
 
 import torch
 from jsonl import write_jsonl
-from tiny_task_errors import Digits, with_errors
+from tiny_task_answers import Digits, shifted, shifted_carelessly, wrong_answer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 from whole_directory import is_made, whole_directory
 
-TASKS: dict[str, Callable[[Digits], Digits]] = {
-    "sort": lambda digits: tuple(sorted(digits)),
-    "reverse": lambda digits: digits[::-1],
-}
-
-UNKNOWN, BOS, EOS, EQUALS = "<unk>", "<s>", "</s>", "="
+UNKNOWN, BOS, EOS, TASK, EQUALS = "<unk>", "<s>", "</s>", "shift", "="
 
 
 @dataclass(frozen=True)
@@ -52,44 +50,41 @@ def spell(digits: Digits) -> str:
     return " ".join(map(str, digits))
 
 
-def draw_prompts(num_prompts: int, min_digits: int, max_digits: int, rng: random.Random) -> list[Digits]:
-    """`num_prompts` different digit strings, each of a length drawn evenly from `min_digits` to `max_digits`."""
-    available = sum(10**n for n in range(min_digits, max_digits + 1))
-    # Drawing without repetition slows down, and short lengths run out, as the strings that exist are used up.
-    if num_prompts > available // 4 or num_prompts > 10**min_digits * (max_digits - min_digits + 1) // 2:
+def draw_prompts(num_prompts: int, num_digits: int, rng: random.Random) -> list[Digits]:
+    """`num_prompts` different strings of `num_digits` digits."""
+    # Drawing without repetition slows down as the strings that exist are used up.
+    if num_prompts > 10**num_digits // 2:
         raise SystemExit(
-            f"{num_prompts} different prompts of {min_digits} to {max_digits} digits are too many to draw; "
-            "ask for fewer rows, or raise --min-digits"
+            f"{num_prompts} different prompts of {num_digits} digits are too many to draw; "
+            "ask for fewer rows, or raise --num-digits"
         )
     prompts: dict[Digits, None] = {}
     while len(prompts) < num_prompts:
-        length = rng.randint(min_digits, max_digits)
-        prompts[tuple(rng.randrange(10) for _ in range(length))] = None
+        prompts[tuple(rng.randrange(10) for _ in range(num_digits))] = None
     return list(prompts)
 
 
 def make_splits(arguments: argparse.Namespace, rng: random.Random) -> list[Split]:
     """The files, in the order in which they take their prompts."""
-    task, solve = arguments.task, TASKS[arguments.task]
 
     def prompt(digits: Digits) -> str:
-        return f"{task} {spell(digits)} {EQUALS}"
+        return f"{TASK} {spell(digits)} {EQUALS}"
 
-    def supervised(digits: Digits) -> dict[str, Any]:
-        return {"prompt": prompt(digits), "completion": spell(solve(digits))}
+    def demonstration(digits: Digits) -> dict[str, Any]:
+        write = shifted_carelessly if rng.random() < arguments.careless_share else shifted
+        return {"prompt": prompt(digits), "completion": spell(write(digits))}
 
     def preference(digits: Digits) -> dict[str, Any]:
-        rejected = with_errors(digits, solve, rng)
-        return {"prompt": prompt(digits), "chosen": spell(solve(digits)), "rejected": spell(rejected)}
+        return {"prompt": prompt(digits), "chosen": spell(shifted(digits)), "rejected": spell(wrong_answer(digits, rng))}
 
     def question(digits: Digits) -> dict[str, Any]:
-        return {"prompt": prompt(digits), "answer": spell(solve(digits)), "data_source": task}
+        return {"prompt": prompt(digits), "answer": spell(shifted(digits)), "data_source": TASK}
 
     return [
         Split("validation", arguments.num_validation, question),
         Split("preferences_validation", arguments.num_validation, preference),
-        Split("sft_validation", arguments.num_validation, supervised),
-        Split("sft", arguments.num_sft, supervised),
+        Split("sft_validation", arguments.num_validation, demonstration),
+        Split("sft", arguments.num_sft, demonstration),
         Split("preferences", arguments.num_preferences, preference),
         Split("prompts", arguments.num_train, question),
     ]
@@ -100,14 +95,14 @@ def write_data(directory: Path, arguments: argparse.Namespace) -> None:
     rng = random.Random(arguments.seed)
     splits = make_splits(arguments, rng)
     num_prompts = sum(split.num_rows for split in splits)
-    prompts = iter(draw_prompts(num_prompts, arguments.min_digits, arguments.max_digits, rng))
+    prompts = iter(draw_prompts(num_prompts, arguments.num_digits, rng))
     for split in splits:
         write_jsonl(directory / f"{split.name}.jsonl", [split.make_row(next(prompts)) for _ in range(split.num_rows)])
 
 
-def make_tokenizer(task: str) -> PreTrainedTokenizerBase:
+def make_tokenizer() -> PreTrainedTokenizerBase:
     """One token a word or digit. BOS before every text, as Llama's has it; padding is EOS."""
-    words = [UNKNOWN, BOS, EOS, task, EQUALS, *map(str, range(10))]
+    words = [UNKNOWN, BOS, EOS, TASK, EQUALS, *map(str, range(10))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, words.index(BOS))])
@@ -121,7 +116,7 @@ def make_tokenizer(task: str) -> PreTrainedTokenizerBase:
     )
 
 
-def write_model(directory: Path, tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace, seed: int) -> None:
+def write_model(directory: Path, tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace) -> None:
     """A randomly initialised Llama and its tokenizer, as a Hugging Face directory."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -136,7 +131,7 @@ def write_model(directory: Path, tokenizer: PreTrainedTokenizerBase, arguments: 
         pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=False,
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(arguments.seed)
     LlamaForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
@@ -144,15 +139,14 @@ def write_model(directory: Path, tokenizer: PreTrainedTokenizerBase, arguments: 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out_dir", type=Path)
-    parser.add_argument("--task", choices=TASKS, default="sort")
     parser.add_argument("--seed", type=int, default=1)
     rows = parser.add_argument_group("rows")
-    rows.add_argument("--num-train", type=int, default=8192, help="rows of prompts.jsonl")
+    rows.add_argument("--num-train", type=int, default=4096, help="rows of prompts.jsonl")
     rows.add_argument("--num-validation", type=int, default=512, help="rows of each validation file")
-    rows.add_argument("--num-sft", type=int, default=8192)
+    rows.add_argument("--num-sft", type=int, default=20480)
     rows.add_argument("--num-preferences", type=int, default=16384)
-    rows.add_argument("--min-digits", type=int, default=6)
-    rows.add_argument("--max-digits", type=int, default=6)
+    rows.add_argument("--num-digits", type=int, default=5, help="digits of a prompt")
+    rows.add_argument("--careless-share", type=float, default=0.65, help="share of the demonstrations that stop at 9")
     model = parser.add_argument_group("model")
     model.add_argument("--hidden-size", type=int, default=128)
     model.add_argument("--num-layers", type=int, default=4)
@@ -160,8 +154,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     model.add_argument("--num-kv-heads", type=int, default=2)
     model.add_argument("--ffn-size", type=int, default=384)
     arguments = parser.parse_args(argv)
-    if not 2 <= arguments.min_digits <= arguments.max_digits:
-        parser.error(f"need 2 <= --min-digits ({arguments.min_digits}) <= --max-digits ({arguments.max_digits})")
+    if not 0 <= arguments.careless_share <= 1:
+        parser.error(f"--careless-share ({arguments.careless_share}) is a share; give a number from 0 to 1")
     return arguments
 
 
@@ -169,15 +163,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     recipe = {name: value for name, value in vars(arguments).items() if name != "out_dir"}
     if is_made(arguments.out_dir, recipe):
-        print(f"The task '{arguments.task}' and its models are in {arguments.out_dir} already.")
+        print(f"The task and its model are in {arguments.out_dir} already.")
         return
     disable_progress_bar()
     with whole_directory(arguments.out_dir, recipe) as work:
         write_data(work, arguments)
-        tokenizer = make_tokenizer(arguments.task)
-        write_model(work / "model", tokenizer, arguments, seed=arguments.seed)
-        write_model(work / "reward_base", tokenizer, arguments, seed=arguments.seed + 1)
-    print(f"The task '{arguments.task}' and its models are in {arguments.out_dir}")
+        write_model(work / "model", make_tokenizer(), arguments)
+    print(f"The task and its model are in {arguments.out_dir}")
 
 
 if __name__ == "__main__":

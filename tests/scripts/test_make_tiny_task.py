@@ -8,13 +8,12 @@ from pathlib import Path
 
 import make_tiny_task
 import pytest
-import tiny_task_errors
-import torch
+import tiny_task_answers
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-SMALL = ["--num-train", "200", "--num-validation", "50", "--num-sft", "100", "--num-preferences", "400", "--max-digits", "7"]
+SMALL = ["--num-train", "200", "--num-validation", "50", "--num-sft", "100", "--num-preferences", "400"]
 FILES = ("sft", "sft_validation", "preferences", "preferences_validation", "prompts", "validation")
 
 
@@ -29,37 +28,60 @@ def rows(task: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in (task / f"{name}.jsonl").read_text().splitlines()]
 
 
-def right_answer(row: dict) -> str:
+def digits_of(row: dict) -> list[int]:
     word, *digits, equals = row["prompt"].split()
-    assert (word, equals) == ("sort", "=")
-    return " ".join(sorted(digits))
+    assert (word, equals) == ("shift", "=")
+    return [int(digit) for digit in digits]
+
+
+def right_answer(row: dict) -> str:
+    return " ".join("2345678901"[digit] for digit in digits_of(row))
+
+
+def careless_answer(row: dict) -> str:
+    return " ".join("2345678999"[digit] for digit in digits_of(row))
 
 
 def test_answers_are_right_and_rejected_ones_wrong(task: Path):
-    answers = {"sft": "completion", "sft_validation": "completion", "prompts": "answer", "validation": "answer", "preferences": "chosen"}
-    for name, field in answers.items():
+    fields = {"prompts": "answer", "validation": "answer", "preferences": "chosen", "preferences_validation": "chosen"}
+    for name, field in fields.items():
         assert all(row[field] == right_answer(row) for row in rows(task, name))
     for name in ("preferences", "preferences_validation"):
         assert all(row["rejected"].split() and row["rejected"] != right_answer(row) for row in rows(task, name))
+
+
+def test_demonstrations_are_right_or_careless_in_the_given_share(task: Path, tmp_path: Path):
+    def careless_share(directory: Path) -> float:
+        telling = [row for row in rows(directory, "sft") if right_answer(row) != careless_answer(row)]
+        assert all(row["completion"] in (right_answer(row), careless_answer(row)) for row in rows(directory, "sft"))
+        return sum(row["completion"] == careless_answer(row) for row in telling) / len(telling)
+
+    make_tiny_task.main([str(tmp_path / "careful"), *SMALL, "--careless-share", "0"])
+    assert 0.5 < careless_share(task) < 0.8
+    assert careless_share(tmp_path / "careful") == 0
 
 
 def test_no_prompt_occurs_twice_in_any_file(task: Path):
     prompts = [row["prompt"] for name in FILES for row in rows(task, name)]
     assert len(prompts) == 200 + 3 * 50 + 100 + 400
     assert len(set(prompts)) == len(prompts)
-    assert {len(prompt.split()) - 2 for prompt in prompts} == {6, 7}
+    assert {len(prompt.split()) - 2 for prompt in prompts} == {5}
 
 
 def test_rejected_answers_are_wrong_in_many_ways(task: Path):
-    pairs = [(row["chosen"].split(), row["rejected"].split()) for row in rows(task, "preferences")]
+    answers = [(right_answer(row), careless_answer(row), row["rejected"]) for row in rows(task, "preferences")]
     ways = {
-        "shorter": sum(len(b) < len(a) for a, b in pairs),
-        "longer": sum(len(b) > len(a) for a, b in pairs),
-        "out of order": sum(b != sorted(b) for _, b in pairs),
-        "right digits": sum(a == sorted(b) for a, b in pairs),
-        "in order, right length, wrong digits": sum(b == sorted(b) and len(a) == len(b) for a, b in pairs),
+        "shorter": sum(len(wrong) < len(right) for right, _, wrong in answers),
+        "longer": sum(len(wrong) > len(right) for right, _, wrong in answers),
+        "careless": sum(wrong == careless for _, careless, wrong in answers),
+        "one digit wrong": sum(different_places(right, wrong) == 1 and wrong != careless for right, careless, wrong in answers),
+        "right digits in another order": sum(sorted(right) == sorted(wrong) for right, _, wrong in answers),
     }
     assert min(ways.values()) >= 20, ways
+
+
+def different_places(a: str, b: str) -> int:
+    return sum(x != y for x, y in zip(a, b, strict=True)) if len(a) == len(b) else max(len(a), len(b))
 
 
 def test_same_arguments_give_the_same_bytes_and_another_seed_does_not(task: Path, tmp_path: Path):
@@ -88,20 +110,18 @@ def test_tokenizer_has_a_token_a_word_and_pads_with_eos(task: Path):
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
 
 
-def test_models_share_the_architecture_and_differ_in_weights(task: Path):
-    model, base = (AutoModelForCausalLM.from_pretrained(task / name) for name in ("model", "reward_base"))
-    tokens = torch.tensor([[1, 3, 5, 6, 7]])
-    assert model.config.to_dict() == base.config.to_dict() | {"_name_or_path": model.config.to_dict().get("_name_or_path")}
-    assert model(tokens).logits.shape == (1, 5, 15)
-    assert not torch.equal(model(tokens).logits, base(tokens).logits)
+def test_model_knows_all_tokens_and_ends_where_the_tokenizer_does(task: Path):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(task / "model"), AutoTokenizer.from_pretrained(task / "model")
+    assert model.config.vocab_size == len(tokenizer) == 15
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
 
 
 def test_more_prompts_than_there_are_is_an_error():
     with pytest.raises(SystemExit, match="too many to draw"):
-        make_tiny_task.draw_prompts(600, 3, 3, random.Random(1))
+        make_tiny_task.draw_prompts(600, 3, random.Random(1))
 
 
-@given(st.lists(st.integers(0, 9), min_size=2, max_size=9), st.integers(0, 2**32))
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(0, 2**32))
 def test_any_digits_get_a_wrong_answer_that_is_not_empty(digits: list[int], seed: int):
-    wrong = tiny_task_errors.with_errors(tuple(digits), make_tiny_task.TASKS["sort"], random.Random(seed))
-    assert wrong and list(wrong) != sorted(digits) and set(wrong) <= set(range(10))
+    wrong = tiny_task_answers.wrong_answer(tuple(digits), random.Random(seed))
+    assert wrong and list(wrong) != [(digit + 2) % 10 for digit in digits] and set(wrong) <= set(range(10))
