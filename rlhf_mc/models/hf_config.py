@@ -107,13 +107,17 @@ def read_shape(directory: str | Path, key: str = "model") -> ModelShape:
     if family in ("qwen2", "qwen3") and raw.get("use_sliding_window") and raw.get("max_window_layers", 0) not in (0, None):
         raise _refuse(path, key, "sliding windows on some layers only (max_window_layers > 0) are not supported")
     heads = raw["num_attention_heads"]
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+    if family == "qwen2" and head_dim * heads != raw["hidden_size"]:
+        why = f"head_dim={head_dim} is not hidden_size / num_attention_heads, which vLLM takes for it in Qwen2"
+        raise _refuse(path, key, f"{why}; this is not supported")
     return ModelShape(
         family=family,
         num_layers=raw["num_hidden_layers"],
         hidden=raw["hidden_size"],
         num_heads=heads,
         num_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        head_dim=head_dim,
         ffn=raw["intermediate_size"],
         vocab=raw["vocab_size"],
         norm_eps=raw.get("rms_norm_eps", 1e-6),
