@@ -33,7 +33,10 @@ class Arena:
         return self._storage._cdata
 
     def release(self) -> None:
-        """Frees the memory. No copy from or to it may be in flight. Raises RuntimeError where somebody else depends on the memory."""
+        """Frees the memory. No copy from or to it may be in flight.
+
+        Raises RuntimeError where somebody else depends on the memory.
+        """
         if not self._storage.resizable():
             raise RuntimeError(
                 "a storage of the model cannot be freed, because a NumPy view of it was taken (Tensor.numpy()) "

@@ -1,4 +1,4 @@
-"""Holding: one part of one role, and what is known of it: whether it is on the device, in flight, or changed since its last copy."""
+"""Holding: one part of one role, and what is known of it: on the device, in flight, or changed since its last copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HostBuffer: memory of the host for one part of one role, of exact size, allocated once, page-locked where a GPU copies from it."""
+"""HostBuffer: memory of the host for one part of one role, of exact size, allocated once, page-locked for a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HostBuffer:
         self._map = mmap.mmap(-1, max(num_bytes, 1))
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
+        self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)[:num_bytes]
         self.locked = False
         if device.type == "cuda" and num_bytes:
             bind_to_node(self.address, num_bytes, node_of_device(device))

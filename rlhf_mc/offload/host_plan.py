@@ -30,16 +30,18 @@ _TRAINED, _VALUE_HEAD = (Role.ACTOR, Role.CRITIC), (Role.CRITIC, Role.REWARD)
 def planned_bytes(settings: Settings, paths: Mapping[Role, str], grid: TrainingGrid) -> dict[Role, RoleBytes]:
     """Bytes of each role on this rank, from the config.json at its path and the settings."""
     place = Place(grid.tensor, grid.pipeline, grid.stage, grid.data, grid.data_rank)
-    dtype_bytes, distributed = DTYPES[settings.trainer.dtype].itemsize, settings.parallel.distributed_optimizer
-    return {
-        role: role_bytes(
-            RoleKind(
-                read_shape(path, f"{role.value}.path"), role in _VALUE_HEAD, role in _TRAINED, dtype_bytes, settings.longest_sequence, distributed
-            ),
-            place,
+    planned = {}
+    for role, path in paths.items():
+        kind = RoleKind(
+            shape=read_shape(path, f"{role.value}.path"),
+            value_head=role in _VALUE_HEAD,
+            trained=role in _TRAINED,
+            dtype_bytes=DTYPES[settings.trainer.dtype].itemsize,
+            num_positions=settings.longest_sequence,
+            distributed_optimizer=settings.parallel.distributed_optimizer,
         )
-        for role, path in paths.items()
-    }
+        planned[role] = role_bytes(kind, place)
+    return planned
 
 
 def available_host_bytes() -> int:
@@ -77,16 +79,20 @@ def refuse_small_host(world: World, needs: Counter[str], available_bytes: int) -
         total: Counter[str] = sum((use for use, _ in ranks), Counter())
         available = min(available for _, available in ranks)
         if total.total() > available:
-            rows = [("use", f"bytes of {len(ranks)} ranks"), *((use, readable(n)) for use, n in total.items()), ("all", readable(total.total()))]
+            uses = [(use, readable(n)) for use, n in total.items()]
+            table = aligned([("use", f"bytes of {len(ranks)} ranks"), *uses, ("all", readable(total.total()))])
             raise ConfigError(
-                f"offload: the models need {readable(total.total())} of memory on the host {host}, which has {readable(available)} to give; "
-                "share the host copies (offload.share_host_copies=true), shard the optimizer (parallel.distributed_optimizer=true), "
-                f"use more hosts, or a smaller model\n{aligned(rows)}"
+                f"offload: the models need {readable(total.total())} of memory on the host {host}, which has {readable(available)} "
+                "to give; share the host copies (offload.share_host_copies=true), shard the optimizer "
+                f"(parallel.distributed_optimizer=true), use more hosts, or a smaller model\n{table}"
             )
 
 
 def plan_residency(settings: Settings, paths: Mapping[Role, str], world: World) -> Residency:
-    """Collective over all ranks. The Residency for these roles, still without any. Raises ConfigError where a host is too small."""
+    """Collective over all ranks. The Residency for these roles, still without any of them.
+
+    Raises ConfigError where a host is too small.
+    """
     offload = settings.offload
     shared_by = neighbours(world) if offload.enabled and offload.share_host_copies else None
     sharing = shared_by.size() if shared_by else 1

@@ -37,7 +37,10 @@ class Ledger:
         self._all_seconds: dict[Route, float] = defaultdict(float)
 
     def add_role(self, role: Role, sizes: RoleBytes) -> None:
-        """A role whose state has just been sent to the host for the first time; no iteration pays for that. `sizes`: what this rank copies."""
+        """A role whose state has just been sent to the host for the first time; no iteration pays for that.
+
+        sizes: bytes of what this rank copies.
+        """
         self._sizes[role] = sizes
         self.start_bytes += sum(moved.num_bytes for moved in self._moved if moved.route.role == role)
         self._moved = [moved for moved in self._moved if moved.route.role != role]
@@ -83,12 +86,14 @@ class Ledger:
         """All iterations: bytes, minimum, and rate of each route; the last line sums up. Closes the present iteration."""
         self.metrics()
         rows = [("role", "part", "direction", "bytes", "minimum", "moved/minimum", "GB/s")]
-        for route in sorted(self._all_moved.keys() | self._all_minimum.keys(), key=lambda r: (r.role.value, r.direction, r.part.value)):
+        routes = self._all_moved.keys() | self._all_minimum.keys()
+        for route in sorted(routes, key=lambda r: (r.role.value, r.direction, r.part.value)):
             figures = _figures(self._all_moved[route], self._all_minimum[route], self._all_seconds[route])
             rows.append((route.role.value, route.part.label, route.direction, *figures))
         totals = self._all_moved.total(), self._all_minimum.total(), sum(self._all_seconds.values())
         rows.append(("all", "", "", *_figures(*totals)))
-        return aligned(rows) + f"\nbefore the first iteration, the starting states went to the host once: {readable(self.start_bytes)}"
+        start = f"before the first iteration, the starting states went to the host once: {readable(self.start_bytes)}"
+        return f"{aligned(rows)}\n{start}"
 
 
 def _gib(numbers: Iterable[int]) -> float:

@@ -61,8 +61,9 @@ EMPTY = Visit(None, Part(0))
 
 
 def ppo_visits(actor: Role, critic: Role, frozen: Iterable[Role], actor_rests: bool = False) -> list[Visit]:
-    """One iteration of PPO: sync the weights, an empty device while the engine generates, score, train. `frozen` in scoring order.
+    """One iteration of PPO: sync the weights, an empty device while the engine generates, score, train.
 
+    frozen: the roles that only score, in that order.  actor_rests: the critic trains alone.
     The critic is scored last and trained first, the actor trained last and synced first: so each stays for its second visit.
     """
     scoring = [Visit(role, Part.PARAMS) for role in (*frozen, actor, critic)]

@@ -40,17 +40,18 @@ class ModelState:
         weights = _owners(t for t in _weights(model) if storage_key(t) not in held)
         multiple = model.world.grid.data
         params = buffers + pack([t for t in weights if _has_main_param(t)], chunk_bytes, multiple=multiple)
-        derived = {arena.key for t in _weights(model) if _has_main_param(t) for arena in params if arena.key == storage_key(t)}
+        derived = {storage_key(t) for t in _weights(model) if _has_main_param(t)}
         params += pack([t for t in weights if not _has_main_param(t)], chunk_bytes, multiple=multiple)
         held = {arena.key for arena in params}
         main_params = _owners(t for t in _stepped_params(model) if storage_key(t) not in held)
         moments = _owners(_moments(model))
+        # The step counters are scalars: each at its own element, for kernels take them one by one anyway.
+        steps = pack([t for t in moments if not t.dim()], chunk_bytes, alignment=1)
         arenas = {
             Part.PARAMS: params,
             Part.GRADS: adopt(buffer.grad_data for buffer in _ddp_buffers(model)),
             Part.MAIN_PARAMS: pack(main_params, chunk_bytes),
-            # The step counters are scalars: each at its own element, for kernels take them one by one anyway.
-            Part.OPTIMIZER: pack([t for t in moments if t.dim()], chunk_bytes) + pack([t for t in moments if not t.dim()], chunk_bytes, 1),
+            Part.OPTIMIZER: pack([t for t in moments if t.dim()], chunk_bytes) + steps,
         }
         state = ModelState(model, {part: tuple(of_part) for part, of_part in arenas.items()}, frozenset(derived))
         state.check_wiring()
@@ -103,8 +104,9 @@ class ModelState:
         for part, what, tensor in self.tensors():
             if storage_key(tensor) not in keys[part]:
                 raise RuntimeError(
-                    f"{self.role.value}: {what} of {tuple(tensor.shape)} lies outside the storages of {part.label}; something replaced "
-                    "the tensor's memory after the state was made (assigning .data, loading an optimizer state): copy into it instead"
+                    f"{self.role.value}: {what} of {tuple(tensor.shape)} lies outside the storages of {part.label}; something "
+                    "replaced its memory after the state was made (assigning .data, loading an optimizer state): "
+                    "copy into it instead"
                 )
 
 
@@ -112,7 +114,10 @@ def _owners(tensors: Iterator[Tensor]) -> list[Tensor]:
     """The distinct tensors; each must have a storage of its own, or packing one would tear it from the other."""
     distinct = list({id(tensor): tensor for tensor in tensors}.values())
     if len({storage_key(tensor) for tensor in distinct}) != len(distinct):
-        raise RuntimeError("two tensors of a model share one storage outside megatron's buffers; they cannot be packed separately")
+        raise RuntimeError(
+            "two tensors of a model share one storage outside megatron's buffers; they cannot be packed separately "
+            "(has the state of this model been made before? it is made once)"
+        )
     return distinct
 
 

@@ -34,7 +34,7 @@ class Mover:
         self.peak_bytes = max(self.peak_bytes, num_bytes)
 
     def swap(self, leaving: list[Holding], coming: list[Holding], limit_bytes: int, derive: bool = False) -> None:
-        """Sends `leaving` off the device and brings `coming`, never holding more than `limit_bytes`, which must fit the end state.
+        """Sends `leaving` off the device and brings `coming`, within `limit_bytes`, which must be enough for the end state.
 
         Returns when all that leaves is off; what comes may still be in flight (Holding.in_flight).
         `derive`: params that main params can give back get memory only; the caller fills it (ModelState.rebuild_params).

@@ -34,7 +34,7 @@ def bind_to_node(address: int, num_bytes: int, node: int | None) -> bool:
     """
     if node is None or num_nodes() == 1 or platform.machine() not in _MBIND:
         return False
-    mask = ctypes.c_ulong(1 << node)
-    libc = ctypes.CDLL(None, use_errno=True)
-    arguments = (ctypes.c_void_p(address), ctypes.c_ulong(num_bytes), ctypes.c_int(_MPOL_PREFERRED), ctypes.byref(mask), ctypes.c_ulong(65), ctypes.c_uint(0))
-    return libc.syscall(ctypes.c_long(_MBIND[platform.machine()]), *arguments) == 0
+    mask, mask_bits = ctypes.c_ulong(1 << node), ctypes.c_ulong(65)
+    where = ctypes.c_void_p(address), ctypes.c_ulong(num_bytes)
+    policy = ctypes.c_int(_MPOL_PREFERRED), ctypes.byref(mask), mask_bits, ctypes.c_uint(0)
+    return ctypes.CDLL(None).syscall(ctypes.c_long(_MBIND[platform.machine()]), *where, *policy) == 0

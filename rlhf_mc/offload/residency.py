@@ -51,7 +51,7 @@ class Residency:
         """No collective.
 
         device_budget_bytes: what all parts on the device may take together; None: as much as the largest request.
-        shared_by: ranks that hold the same params (neighbours.py) and each keep a share of the host copy; None: this rank keeps it whole.
+        shared_by: ranks that hold the same params (neighbours.py), each with a share of their host copy; None: it is kept whole.
         schedule: the visits of one iteration, as far as they are known; within the budget, the next one is prefetched.
         """
         self.ledger = ledger
@@ -69,7 +69,10 @@ class Residency:
             self.adopt(state)
 
     def adopt(self, state: ModelState) -> None:
-        """Takes over a role's state, all of it on the device, and sends it to the host at once: so roles can be built one by one."""
+        """Takes over a role's state, all of it on the device, and sends it to the host at once.
+
+        So roles can be built one by one on a device that could not hold them all.
+        """
         new = [Holding.of(state, part, self.enabled, self._shared_by) for part in TRAINING if state.arenas[part]]
         self._holdings |= {(holding.role, holding.part): holding for holding in new}
         self._mover.present_bytes += sum(holding.num_bytes for holding in new)
@@ -102,7 +105,7 @@ class Residency:
     def all_off(self) -> None:
         """Empties the device of all roles, and gives the memory back to the driver, for the engine to take."""
         if self._claimed is not None:
-            raise ResidencyError(f"all_off: {self._claimed.value} is in use; leave its `with` block first\n{self.table()}")
+            raise self._error(f"all_off: {self._claimed.value} is in use; leave its `with` block first")
         if self.enabled:
             self._bring(set())
             self.ledger.visited(EMPTY)
@@ -115,9 +118,9 @@ class Residency:
             found = sum(arena.num_bytes for arena in holding.arenas if arena.present)
             if found != (holding.num_bytes if holding.resident else 0):
                 where = "on the device" if holding.resident else "off the device"
-                raise ResidencyError(
+                raise self._error(
                     f"{holding.name} should be {where}, but {found} of its {holding.num_bytes} bytes are there; "
-                    f"something else than Residency freed or allocated it\n{self.table()}"
+                    "something else than Residency freed or allocated it"
                 )
         for state in {holding.role: holding.state for holding in self._holdings.values()}.values():
             state.check_wiring()
@@ -151,28 +154,31 @@ class Residency:
         rows += [(h.role.value, h.part.label, readable(h.num_bytes), h.place) for h in self._holdings.values()]
         return aligned(rows)
 
+    def _error(self, message: str) -> ResidencyError:
+        return ResidencyError(f"{message}\n{self.table()}")
+
     def _check_request(self, role: Role, parts: Part) -> RoleModel:
         asked = f"on_device({role.value}, {parts.label})"
         if self._claimed is not None:
-            raise ResidencyError(f"{asked}: {self._claimed.value} is in use; leave its `with` block first\n{self.table()}")
+            raise self._error(f"{asked}: {self._claimed.value} is in use; leave its `with` block first")
         if (role, Part.PARAMS) not in self._holdings:
-            raise ResidencyError(f"{asked}: no such role here\n{self.table()}")
+            raise self._error(f"{asked}: no such role here")
         model = self._holdings[role, Part.PARAMS].state.model
         if model.optimizer is None and parts & ~Part.PARAMS:
-            raise ResidencyError(f"{asked}: {role.value} is frozen and has params only; ask for Part.PARAMS\n{self.table()}")
+            raise self._error(f"{asked}: {role.value} is frozen and has params only; ask for Part.PARAMS")
         if parts & ~Part.PARAMS and not parts & Part.PARAMS:
-            raise ResidencyError(f"{asked}: these parts are of no use without params; add Part.PARAMS\n{self.table()}")
+            raise self._error(f"{asked}: these parts are of no use without params; add Part.PARAMS")
         if Part.OPTIMIZER in parts and Part.MAIN_PARAMS not in parts:
-            raise ResidencyError(f"{asked}: a step needs the main params too; add Part.MAIN_PARAMS, or ask for TRAINING\n{self.table()}")
+            raise self._error(f"{asked}: a step needs the main params too; add Part.MAIN_PARAMS, or ask for TRAINING")
         self._check_budget(asked, role, parts)
         return model
 
     def _check_budget(self, asked: str, role: Role, parts: Part) -> None:
         needed = sum(h.num_bytes for (r, p), h in self._holdings.items() if not self.enabled or (r == role and p in parts))
         if self._budget is not None and needed > self._budget:
-            raise ResidencyError(
-                f"{asked}: needs {readable(needed)} on the device, but the budget is {readable(self._budget)}; "
-                f"use more ranks (parallel.tensor, parallel.pipeline, distributed_optimizer), or a smaller model\n{self.table()}"
+            raise self._error(
+                f"{asked}: needs {readable(needed)} on the device, but the budget is {readable(self._budget)}; raise "
+                "offload.device_budget_gib, split the model further (parallel.tensor, parallel.pipeline), or take a smaller one"
             )
 
     def _bring(self, wanted: set[tuple[Role, Part]]) -> None:
@@ -181,9 +187,9 @@ class Residency:
         coming = [h for key, h in self._holdings.items() if not h.resident and key in wanted]
         for holding in leaving:
             if holding.part is Part.GRADS and holding.state.model.accumulating:
-                raise ResidencyError(
+                raise self._error(
                     f"{holding.name}: gradients were accumulated and not used yet; call update() or zero_gradients() "
-                    f"before another role takes the device\n{self.table()}"
+                    "before another role takes the device"
                 )
         derive = any(part is Part.MAIN_PARAMS for _, part in wanted)
         self._mover.swap(leaving, coming, self._swap_limit(leaving, coming), derive)
@@ -195,12 +201,13 @@ class Residency:
                 holding.state.rebuild_params()
 
     def _swap_limit(self, leaving: list[Holding], coming: list[Holding]) -> int:
-        """The larger of before and after, plus one bucket: so both directions flow at once, and a swap costs no more than that."""
+        """The larger of before and after, plus one bucket: so both directions flow at once, and a swap costs no more."""
         freed = sum(h.num_bytes for h in leaving if not h.needs_copy)
         copied = sum(h.num_bytes for h in leaving if h.needs_copy)
         before = self._mover.present_bytes - freed
         after = before - copied + sum(h.num_bytes for h in coming)
-        limit = max(before, after) + max((arena.num_bytes for h in coming for arena in h.arenas if arena.num_bytes <= CHUNK_BYTES), default=0)
+        buckets = [arena.num_bytes for h in coming for arena in h.arenas if arena.num_bytes <= CHUNK_BYTES]
+        limit = max(before, after) + max(buckets, default=0)
         return limit if self._budget is None else min(limit, self._budget)
 
     def _prefetch_after(self, role: Role, parts: Part) -> None:

@@ -11,8 +11,9 @@ from rlhf_mc.offload.text import aligned, readable
 
 
 def residue(states: int, host_copies: int, device: torch.device) -> dict[str, int]:
-    """Bytes by owner, of which `states` and `host_copies` are known already; together they are the driver's own figure for this device (on CPU: the resident memory of this process).
+    """Bytes by owner, of which `states` (on the device) and `host_copies` are known already.
 
+    Together they are the driver's own figure for this device; on CPU, the resident memory of this process.
     A GPU's driver counts all processes on the device; with one process a device, what torch does not know of belongs to
     communicators, CUDA contexts, and libraries.
     """

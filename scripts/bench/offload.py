@@ -14,6 +14,7 @@ Its last line is one JSON object.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import statistics
 import tempfile
@@ -36,9 +37,8 @@ def save_model(directory: Path, millions: float) -> str:
     hidden, ffn, vocab = 512, 1376, 8192
     per_layer = 4 * hidden * hidden + 3 * hidden * ffn
     layers = max(1, round((millions * 1e6 - vocab * hidden) / per_layer))
-    config = LlamaConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=8, tie_word_embeddings=True
-    )
+    sizes = dict(vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=8)
+    config = LlamaConfig(**sizes, tie_word_embeddings=True)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
     return str(directory)
 
@@ -80,18 +80,29 @@ class Bench:
 
     def cycle(self) -> dict[str, tuple[float, float]]:
         """Seconds (to the host, to the device) of each way, once."""
-        reload = self.seconds(self.reload)
-        self.model.version += 1  # as an update does: all of it must go to the host
-        offload = self.seconds(self.residency.all_off)
-        seconds = {
-            "memcpy": (self.seconds(lambda: self.memcpy(self.host_flat, self.device_flat)), self.seconds(lambda: self.memcpy(self.device_flat, self.host_flat))),
-            "ours": (offload, reload),
-            "fresh memory": (self.seconds(self.fresh_to_host), self.seconds(self.fresh_to_device)),
-        }
-        with self.residency.on_device(self.model.role, self.parts):
-            seconds["per tensor"] = (self.seconds(self.tensors_to_host), self.seconds(self.tensors_to_device))
-        self.residency.all_off()
+        self.reload()
+        self.offload()
+        reload, offload = self.seconds(self.reload), self.seconds(self.offload)
+        to_host = self.seconds(lambda: self.memcpy(self.host_flat, self.device_flat))
+        to_device = self.seconds(lambda: self.memcpy(self.device_flat, self.host_flat))
+        seconds = {"memcpy": (to_host, to_device), "ours": (offload, reload)}
+        self.forget_freed_memory()
+        seconds["fresh memory"] = self.seconds(self.fresh_to_host), self.seconds(self.fresh_to_device)
+        self.reload()
+        self.forget_freed_memory()
+        seconds["per tensor"] = self.seconds(self.tensors_to_host), self.seconds(self.tensors_to_device)
+        self.offload()
         return seconds
+
+    def offload(self) -> None:
+        """All of it goes to the host, as after an update."""
+        self.model.version += 1
+        self.residency.all_off()
+
+    def forget_freed_memory(self) -> None:
+        """On CPU, Residency makes the heap keep its pages; the ways of others come without that."""
+        if not self.on_gpu:
+            ctypes.CDLL(None).malloc_trim(0)
 
     def reload(self) -> None:
         with self.residency.on_device(self.model.role, self.parts):
@@ -101,8 +112,6 @@ class Bench:
         if self.on_gpu:
             target.copy_(source, non_blocking=True)
         else:
-            import ctypes
-
             ctypes.memmove(target.data_ptr(), source.data_ptr(), self.num_bytes)
 
     def fresh_to_host(self) -> None:
@@ -140,10 +149,10 @@ def main() -> None:
     bench = Bench(arguments.dtype, arguments.parameters_m)
     bench.cycle()
     cycles = [bench.cycle() for _ in range(arguments.repeats)]
-    rates = {
-        way: tuple(bench.num_bytes / 1e9 / statistics.median(cycle[way][direction] for cycle in cycles) for direction in (0, 1)) for way in WAYS
-    }
-    print(f"{bench.num_bytes / 2**30:.2f} GiB of params, main params and moments, {arguments.dtype}, {bench.device_flat.device.type}")
+    seconds = {way: [statistics.median(cycle[way][direction] for cycle in cycles) for direction in (0, 1)] for way in WAYS}
+    rates = {way: [bench.num_bytes / 1e9 / median for median in medians] for way, medians in seconds.items()}
+    device, gib = bench.device_flat.device.type, bench.num_bytes / 2**30
+    print(f"{gib:.2f} GiB of params, main params and moments, {arguments.dtype}, {device}")
     print(f"{'':14}{'offload':>10}{'reload':>10}  GB/s, medians of {arguments.repeats}")
     for way, (out, back) in rates.items():
         print(f"{way:14}{out:10.2f}{back:10.2f}")
@@ -151,7 +160,7 @@ def main() -> None:
     print(f"ours / memcpy: {ratios[0]:.2f} offload, {ratios[1]:.2f} reload")
     worse = ratios.index(min(ratios))
     result = dict(name="offload", measured=rates["ours"][worse], limit=rates["memcpy"][worse], ratio=ratios[worse], unit="GB/s")
-    result |= dict(gib=bench.num_bytes / 2**30, offload_ratio=ratios[0], reload_ratio=ratios[1], rates=rates)
+    result |= dict(gib=gib, offload_ratio=ratios[0], reload_ratio=ratios[1], rates=rates)
     print(json.dumps(result))
 
 

@@ -18,8 +18,9 @@ from rlhf_mc.models.passes import accumulate_gradients, score, update, zero_grad
 from rlhf_mc.models.optimizer import torch_optimizers
 from rlhf_mc.models.role import Role, RoleModel, build_role
 from rlhf_mc.offload import TRAINING, Ledger, ModelState, Part, Residency, ResidencyError
+from rlhf_mc.offload.arena import storage_key
 from rlhf_mc.offload.host_plan import host_needs, plan_residency, planned_bytes, refuse_small_host
-from rlhf_mc.offload.minimum import ppo_visits
+from rlhf_mc.offload.minimum import RoleBytes, ppo_visits
 from rlhf_mc.offload.neighbours import neighbours
 from rlhf_mc.offload.residue import residue
 from rlhf_mc.offload.sizes import Place, RoleKind, role_bytes
@@ -106,7 +107,9 @@ def compare_training(world: World, steps: int, share: bool, **arguments) -> list
     return [name for name in plain if not torch.equal(plain[name], offloaded[name])]
 
 
-def measured_and_predicted_bytes(world: World, language: str, value: str, dtype: str, distributed: bool) -> list[tuple[str, Any, Any]]:
+def measured_and_predicted_bytes(
+    world: World, language: str, value: str, dtype: str, distributed: bool
+) -> list[tuple[str, RoleBytes, RoleBytes]]:
     """(role, bytes found, bytes predicted from config.json and the layout), for four roles of this rank."""
     actor, critic = actor_and_critic(world, language, value, dtype, distributed)
     frozen = [make_role(world, language, "language", dtype=dtype), make_role(world, value, "value", dtype=dtype)]
@@ -122,7 +125,7 @@ def measured_and_predicted_bytes(world: World, language: str, value: str, dtype:
 
 
 def left_after_all_off(world: World, language: str, value: str, dtype: str, distributed: bool) -> dict[str, int]:
-    """Bytes that two trained roles still hold outside host memory: in their parts, and in any other tensor that was not there before."""
+    """Bytes that two trained roles still hold beside host copies: in their parts, and in any other new tensor."""
     before = set(_storages())
     models = actor_and_critic(world, language, value, dtype, distributed)
     residency = residency_of(world, models)
@@ -147,7 +150,7 @@ def _storages() -> dict[int, int]:
 
 
 def parts_of_tensors(world: World, language: str, value: str, dtype: str, distributed: bool) -> list[str]:
-    """What is wrong with the sorting of tensors into parts: a storage in two parts, a tensor in none, or a view that came loose."""
+    """What is wrong after a step: a storage in two parts, or a tensor, reached in any of megatron's ways, in none."""
     wrong = []
     for model in actor_and_critic(world, language, value, dtype, distributed):
         state = ModelState.of(model, CHUNK_BYTES)
@@ -155,16 +158,16 @@ def parts_of_tensors(world: World, language: str, value: str, dtype: str, distri
         keys = [arena.key for arenas in state.arenas.values() for arena in arenas]
         if len(keys) != len(set(keys)):
             wrong.append("a storage is in two parts")
-        reachable = [*model.decoder.parameters(), *model.decoder.buffers(), model.table.cos, model.table.sin]
-        reachable += [b.grad_data for b in model.ddp.buffers] + [b.param_data for b in model.ddp.buffers if b.param_data is not None]
-        reachable += [p.main_grad for p in model.decoder.parameters()] + [p.main_param for p in model.decoder.parameters() if getattr(p, "main_param", None) is not None]
-        reachable += [bucket.grad_data for group in model.ddp.bucket_groups for bucket in group.buckets]
-        reachable += [bucket.param_data for group in model.ddp.bucket_groups for bucket in group.buckets if bucket.param_data is not None]
+        params = list(model.decoder.parameters())
+        buffers = [*model.ddp.buffers, *(bucket for group in model.ddp.bucket_groups for bucket in group.buckets)]
+        reachable = [*params, *model.decoder.buffers(), model.table.cos, model.table.sin]
+        reachable += [p.main_grad for p in params] + [b.grad_data for b in buffers]
+        reachable += [getattr(p, "main_param", None) for p in params] + [b.param_data for b in buffers]
         for optimizer in torch_optimizers(model.optimizer):
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
             reachable += stepped + [p.grad for p in stepped]
             reachable += [t for moments in optimizer.state.values() for t in moments.values()]
-        wrong += [f"{tuple(t.shape)} lies in no part" for t in reachable if t.untyped_storage()._cdata not in keys]
+        wrong += [f"{tuple(t.shape)} lies in no part" for t in reachable if t is not None and storage_key(t) not in keys]
     return wrong
 
 
@@ -223,7 +226,7 @@ def refusals(world: World, language: str, value: str) -> dict[str, str]:
     ask("nested", lambda: visit(Role.ACTOR, Part.PARAMS, lambda: visit(Role.CRITIC, Part.PARAMS)))
     ask("off inside", lambda: visit(Role.ACTOR, Part.PARAMS, residency.all_off))
     ask("accumulating", lambda: (visit(Role.ACTOR, Part.PARAMS | Part.GRADS, accumulate), residency.all_off()))
-    ask("accumulating, then zeroed", lambda: (visit(Role.ACTOR, Part.PARAMS | Part.GRADS, lambda: zero_gradients(actor)), residency.all_off()))
+    ask("zeroed", lambda: (visit(Role.ACTOR, Part.PARAMS | Part.GRADS, lambda: zero_gradients(actor)), residency.all_off()))
     ask("freed by others", lambda: visit(Role.ACTOR, Part.PARAMS, residency.state(Role.ACTOR).arenas[Part.PARAMS][0].release))
     return messages
 

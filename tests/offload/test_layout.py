@@ -12,7 +12,10 @@ from rlhf_mc.offload.parts import TRAINING, Part
 from rlhf_mc.offload.text import aligned, readable
 
 
-@given(st.lists(st.integers(1, 5000)), st.sampled_from([2, 4]), st.integers(1, 40000), st.sampled_from([1, 64]), st.integers(1, 6))
+NUMELS = st.lists(st.integers(1, 5000))
+
+
+@given(NUMELS, st.sampled_from([2, 4]), st.integers(1, 40000), st.sampled_from([1, 64]), st.integers(1, 6))
 def test_packed_tensors_are_apart_aligned_and_complete(numels, element_bytes, chunk_bytes, alignment, multiple):
     chunks = pack_numels(numels, element_bytes, chunk_bytes, alignment, multiple)
     assert [i for c in chunks for i in range(c.first, c.first + len(c.offsets))] == list(range(len(numels)))
@@ -41,5 +44,6 @@ def test_the_schedule_goes_round_and_ignores_strangers():
 
 
 def test_bytes_and_tables_for_people():
-    assert [readable(n) for n in (7, 999, 1536, 20 << 20, 3 << 30, 5000 << 30)] == ["7 B", "999 B", "1.50 KiB", "20.0 MiB", "3.00 GiB", "5000 GiB"]
+    numbers = {7: "7 B", 999: "999 B", 1536: "1.50 KiB", 20 << 20: "20.0 MiB", 3 << 30: "3.00 GiB", 5000 << 30: "5000 GiB"}
+    assert {n: readable(n) for n in numbers} == numbers
     assert aligned([("a", "bb"), ("ccc", "d")]) == "a    bb\nccc  d"

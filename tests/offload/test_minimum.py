@@ -1,4 +1,4 @@
-"""The minimum of bytes by hand, by the formula of the literature, and by what two ways of using the device must have in common."""
+"""The minimum of bytes: by the formula, by hand, and by what must hold for any visits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from rlhf_mc.offload.minimum import EMPTY, RoleBytes, Route, Visit, minimum_byte
 from rlhf_mc.offload.parts import TRAINING, Part
 
 N, D = 1000, 4
-TRAINED = RoleBytes({Part.PARAMS: 2 * N, Part.GRADS: 4 * N, Part.MAIN_PARAMS: 4 * N // D, Part.OPTIMIZER: 8 * N // D}, derived=2 * N)
+PARTS = {Part.PARAMS: 2 * N, Part.GRADS: 4 * N, Part.MAIN_PARAMS: 4 * N // D, Part.OPTIMIZER: 8 * N // D}
+TRAINED = RoleBytes(PARTS, derived=2 * N)
 FROZEN = RoleBytes({Part.PARAMS: 2 * N, Part.GRADS: 0, Part.MAIN_PARAMS: 0, Part.OPTIMIZER: 0})
 SIZES = {"actor": TRAINED, "critic": TRAINED, "reference": FROZEN, "reward_model": FROZEN}
 ITERATION = ppo_visits("actor", "critic", ["reference", "reward_model"])
