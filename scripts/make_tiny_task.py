@@ -144,7 +144,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     rows.add_argument("--num-train", type=int, default=4096, help="rows of prompts.jsonl")
     rows.add_argument("--num-validation", type=int, default=512, help="rows of each validation file")
     rows.add_argument("--num-sft", type=int, default=20480)
-    rows.add_argument("--num-preferences", type=int, default=16384)
+    rows.add_argument("--num-preferences", type=int, default=20480)
     rows.add_argument("--num-digits", type=int, default=5, help="digits of a prompt")
     rows.add_argument("--careless-share", type=float, default=0.65, help="share of the demonstrations that stop at 9")
     model = parser.add_argument_group("model")
