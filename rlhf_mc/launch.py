@@ -1,22 +1,27 @@
 """How each of the three programs starts and ends, alike on every rank: settings checked first, then the world, then the work.
 
 Nothing heavy is imported until the settings hold, so that a typing error costs a second. A wrong setting ends every rank
-with exit status 2; an error on one rank is printed with its number and ends the job with status 1.
+with exit status 2 and its message; another error is printed with its traceback and the rank, and ends with status 1.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+
 from rlhf_mc.config import ConfigError, Program, Settings
 from rlhf_mc.recipe import check_files, load_settings, to_yaml
 
 _PR_SET_PDEATHSIG = 1
+_SECONDS_OF_THE_FIRST_RANK = 3.0
 
 
 def _die_with_parent() -> None:
@@ -45,11 +50,26 @@ def _checked_settings(program: Program, argv: list[str] | None) -> Settings | No
         return None
     settings.check(program, int(os.environ.get("WORLD_SIZE", "1")))
     check_files(settings, program)
+    refuse_foreign_apex()
     if command.dry_run:
         print(to_yaml(settings))
         print(f"rlhf_mc: {program}: settings and files are in order")
         return None
     return settings
+
+
+def refuse_foreign_apex() -> None:
+    """Raises ConfigError where `apex` is the web toolkit that PyPI has under this name: megatron-core looks for NVIDIA's there.
+
+    The package is looked at, not imported.
+    """
+    spec = importlib.util.find_spec("apex")
+    if spec is None or spec.origin is None:  # not there, or a mere folder on the path
+        return
+    if not (Path(spec.origin).parent / "optimizers").is_dir():
+        raise ConfigError(
+            f"the installed package apex ({spec.origin}) is not NVIDIA's, which megatron-core would take it for: pip uninstall apex"
+        )
 
 
 def use_share_of_cores() -> None:
@@ -82,7 +102,12 @@ def run_program(program: Program, work: Callable[[Settings], None], argv: list[s
 
 def _end(message: str, status: int) -> None:
     """Prints and leaves at once. Not sys.exit: other ranks may be waiting in a collective that will not come, and
-    tearing down a process group then waits for them; torchrun ends them when this rank is gone."""
+    tearing down a process group then waits for them; torchrun ends them when this rank is gone.
+
+    What is wrong on all ranks is read once: the first rank of a host speaks first, and torchrun ends the others meanwhile.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(_SECONDS_OF_THE_FIRST_RANK)
     print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(status)

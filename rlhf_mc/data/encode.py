@@ -23,7 +23,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         raise ConfigError(f"there is no model directory '{path}'; name a local Hugging Face directory")
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of many kinds: a broken file, a config.json that contradicts itself, a class that is not there
         raise ConfigError(f"the tokenizer in '{path}' cannot be loaded: {error}") from error
 
 

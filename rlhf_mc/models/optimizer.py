@@ -16,15 +16,11 @@ from rlhf_mc.parallel.megatron_cpu import cpu_tensors_pass_for_cuda
 def kernels_in_use(device: torch.device) -> str:
     """Which optimizer and norm megatron-core took, for the start-up message: TransformerEngine's, apex's or torch's.
 
-    apex is only ever detected. A package named apex without apex.optimizers.FusedAdam (PyPI's web toolkit) is not NVIDIA's.
+    apex is only ever detected; a package of that name which is not NVIDIA's was refused at the launch.
     """
     if importlib.util.find_spec("transformer_engine"):
         return "optimizer and gradient norm: TransformerEngine"
-    if importlib.util.find_spec("apex"):
-        try:
-            from apex.optimizers import FusedAdam  # noqa: F401
-        except ImportError:
-            return "optimizer and gradient norm: torch (the installed package 'apex' is not NVIDIA's: pip uninstall apex)"
+    if importlib.util.find_spec("apex") and importlib.util.find_spec("apex.optimizers"):
         return "optimizer and gradient norm: apex"
     return "optimizer and gradient norm: torch" + (" (fused AdamW)" if device.type == "cpu" else "")
 

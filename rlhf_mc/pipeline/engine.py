@@ -79,16 +79,15 @@ class Engine:
 
         stops: the token ids that end a response. On CPU, vLLM's kernels use the threads that OMP_NUM_THREADS gave this
         process at its start, as the trainer does; give each rank its share of the cores there.
-        Settings that do not fit the model raise ConfigError, too little memory EngineError, alike on every rank and
-        before vLLM starts.
+        Settings that do not fit the model or the memory raise ConfigError, alike on every rank and before vLLM starts.
         """
         self._settings, self._stops = settings, list(stops)
         self._max_prompt_tokens = max_prompt_tokens
         self._max_model_len = max_prompt_tokens + settings.max_tokens
         self._cuda = torch.cuda.is_available()
         self._shape = read_shape(model_path, "actor.path")
-        _check_settings(self._shape, settings, self._max_model_len, _DTYPE_BYTES[dtype])
-        self._check_memory(grid)
+        check_settings(self._shape, settings, dtype, max_prompt_tokens)
+        check_memory(settings, grid)
         with _environment(self._cuda), _rng_kept(), _torch_threads_kept():
             self._llm = self._start(model_path, dtype, grid, seed)
         self.weight_version: int | None = None
@@ -128,22 +127,6 @@ class Engine:
         if not self._cuda:
             _forget_shared_memory_names(ident)
         return llm
-
-    def _check_memory(self, grid: RolloutGrid) -> None:
-        """Collective over all ranks: raise EngineError on every rank where the KV cache does not fit the memory of any."""
-        local_ranks = 1 if self._cuda else int(os.environ.get("LOCAL_WORLD_SIZE", grid.world_size))
-        free = torch.cuda.mem_get_info()[0] if self._cuda else psutil.virtual_memory().available
-        shortage = None
-        if local_ranks * self._settings.kv_cache_gib * _GIB > free:
-            shortage = (
-                f"rank {grid.rank}: {local_ranks} x rollout.kv_cache_gib = {local_ranks * self._settings.kv_cache_gib:.3g} GiB "
-                f"of KV cache on this {'device' if self._cuda else 'host'}, where {free / _GIB:.3g} GiB are free; "
-                "lower rollout.kv_cache_gib or free memory"
-            )
-        shortages: list[str | None] = [None] * grid.world_size
-        dist.all_gather_object(shortages, shortage)
-        if any(shortages):
-            raise EngineError(next(message for message in shortages if message))
 
     def generate(self, requests: Sequence[SampleRequest], *, version: int, greedy: bool = False) -> list[Completion]:
         """Collective over the replica's ranks: one completion per request, in order, sampled from weights `version`.
@@ -239,8 +222,9 @@ class Engine:
         self._llm.llm_engine.engine_core.shutdown()
 
 
-def _check_settings(shape: ModelShape, settings: Rollout, max_model_len: int, dtype_bytes: int) -> None:
-    """Raise ConfigError where the rollout settings do not fit the model."""
+def check_settings(shape: ModelShape, settings: Rollout, dtype: str, max_prompt_tokens: int) -> None:
+    """Raise ConfigError where the rollout settings do not fit the model. No collective; vLLM is not imported."""
+    max_model_len = max_prompt_tokens + settings.max_tokens
     if max_model_len > shape.max_positions:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_tokens = {max_model_len} exceeds the {shape.max_positions} positions "
@@ -251,13 +235,31 @@ def _check_settings(shape: ModelShape, settings: Rollout, max_model_len: int, dt
             f"rollout.tensor_parallel: {settings.tensor_parallel} does not divide the {shape.num_heads} attention heads "
             "of actor.path; choose a divisor"
         )
-    needed = _kv_cache_bytes(shape, max_model_len, settings.tensor_parallel, dtype_bytes)
+    needed = _kv_cache_bytes(shape, max_model_len, settings.tensor_parallel, _DTYPE_BYTES[dtype])
     if needed > settings.kv_cache_gib * _GIB:
         raise ConfigError(
             f"rollout.kv_cache_gib: {settings.kv_cache_gib} GiB on each rank cannot hold one sequence of {max_model_len} tokens "
             f"(data.max_prompt_tokens + rollout.max_tokens); set it to {math.ceil(needed / _GIB * 1000) / 1000} or more, "
             "or shorten the sequences"
         )
+
+
+def check_memory(settings: Rollout, grid: RolloutGrid) -> None:
+    """Collective over all ranks: raise ConfigError on every rank where the KV cache does not fit the free memory of any."""
+    cuda = torch.cuda.is_available()
+    local_ranks = 1 if cuda else int(os.environ.get("LOCAL_WORLD_SIZE", grid.world_size))
+    free = torch.cuda.mem_get_info()[0] if cuda else psutil.virtual_memory().available
+    shortage = None
+    if local_ranks * settings.kv_cache_gib * _GIB > free:
+        shortage = (
+            f"rank {grid.rank}: {local_ranks} x rollout.kv_cache_gib = {local_ranks * settings.kv_cache_gib:.3g} GiB "
+            f"of KV cache on this {'device' if cuda else 'host'}, where {free / _GIB:.3g} GiB are free; "
+            "lower rollout.kv_cache_gib or free memory"
+        )
+    shortages: list[str | None] = [None] * grid.world_size
+    dist.all_gather_object(shortages, shortage)
+    if any(shortages):
+        raise ConfigError(next(message for message in shortages if message))
 
 
 def _kv_cache_bytes(shape: ModelShape, num_tokens: int, tensor_parallel: int, dtype_bytes: int) -> int:

@@ -18,7 +18,7 @@ from rlhf_mc.models.role import Role, RoleModel, build_role
 from rlhf_mc.offload import ModelState, Residency, plan_residency
 from rlhf_mc.parallel.grids import RolloutGrid
 from rlhf_mc.parallel.world import World, join_world
-from rlhf_mc.pipeline.engine import Engine, stop_token_ids
+from rlhf_mc.pipeline.engine import Engine, check_memory, check_settings, stop_token_ids
 from rlhf_mc.rewards.pool import RewardPool
 from rlhf_mc.tracking import StageClock, Tracker
 
@@ -86,6 +86,8 @@ def read_sources(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Sour
             shuffle=data.shuffle,
         )
 
+    train = prompts("data.train", data.train)
+    validation = prompts("data.validation", data.validation) if data.validation else None
     ptx = None
     if settings.actor.ptx_coef:
         ptx = PretrainText(
@@ -96,23 +98,30 @@ def read_sources(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Sour
             seed=settings.trainer.seed,
             shuffle=data.shuffle,
         )
-    validation = prompts("data.validation", data.validation) if data.validation else None
-    return Sources(prompts("data.train", data.train), validation, ptx)
+    return Sources(train, validation, ptx)
 
 
 def role_paths(settings: Settings) -> dict[Role, str]:
-    """The Hugging Face directory that each role starts from. The critic starts from the reward model unless named."""
+    """The Hugging Face directory that each role starts from. The critic starts from the reward model unless named.
+
+    A directory comes first under the role whose key names it, so that what is wrong with it is said of that key.
+    """
     paths = {
         Role.ACTOR: settings.actor.path,
+        Role.REWARD: settings.reward_model.path,
         Role.CRITIC: settings.critic.path or settings.reward_model.path,
         Role.REFERENCE: settings.reference.path or settings.actor.path,
-        Role.REWARD: settings.reward_model.path,
     }
     return {role: path for role, path in paths.items() if path is not None}
 
 
 def check_models(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ConfigError for a model that cannot be split as asked, or whose vocabulary is not the actor's. Reads no weights."""
+    """Raises ConfigError for a model that cannot be split or sampled as asked, or whose vocabulary is not the actor's.
+
+    Reads no weights; no collective.
+    """
+    actor = read_shape(settings.actor.path, "actor.path")
+    check_settings(actor, settings.rollout, settings.trainer.dtype, settings.data.max_prompt_tokens)
     for role, path in role_paths(settings).items():
         key = f"{role.value}.path"
         read_shape(path, key).check_layout(settings.parallel.tensor, settings.parallel.pipeline, key)
@@ -136,21 +145,25 @@ def _build_roles(settings: Settings, world: World, tracker: Tracker) -> tuple[di
 
 @contextmanager
 def start_ppo(settings: Settings) -> Iterator[Run]:
-    """Collective over all ranks, once models and data were checked. The run, closed at the end: engine, reward workers, trackers."""
+    """Collective over all ranks, once models, data and reward functions were checked.
+
+    The run, closed at the end: engine, trackers, reward workers.
+    """
     reward, rollout = settings.reward, settings.rollout
     tokenizer = load_tokenizer(settings.actor.path, settings.trainer.trust_remote_code)
     check_models(settings, tokenizer)
+    stops = stop_token_ids(settings.actor.path, tokenizer.eos_token_id)
     sources = read_sources(settings, tokenizer)
     with ExitStack() as stack:
+        pool = stack.enter_context(RewardPool(reward.functions, reward.num_workers, reward.timeout_seconds, reward.max_error_rate))
         world = join_world(settings)
+        grid = RolloutGrid(world.size, world.rank, rollout.tensor_parallel)
+        check_memory(rollout, grid)
         tracker = stack.enter_context(Tracker(settings, world.rank, settings.trainer.iterations))
         sources.report(tracker)
-        pool = stack.enter_context(RewardPool(reward.functions, reward.num_workers, reward.timeout_seconds, reward.max_error_rate))
         tracker.say(f"{world.size} ranks on {world.device.type}, {settings.trainer.dtype}; {kernels_in_use(world.device)}")
         roles, residency = _build_roles(settings, world, tracker)
         tracker.say("engine: starting vLLM")
-        stops = stop_token_ids(settings.actor.path, tokenizer.eos_token_id)
-        grid = RolloutGrid(world.size, world.rank, rollout.tensor_parallel)
         trainer = settings.trainer
         engine = Engine(settings.actor.path, rollout, trainer.dtype, grid, trainer.seed, settings.data.max_prompt_tokens, stops)
         stack.callback(engine.close)

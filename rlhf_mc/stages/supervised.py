@@ -13,6 +13,7 @@ from rlhf_mc.algorithms.schedule import lr_at
 from rlhf_mc.batch import SequenceBatch
 from rlhf_mc.config import Settings
 from rlhf_mc.data import Encoder, PreferencePairs, SupervisedExamples, load_tokenizer, read_rows
+from rlhf_mc.models.hf_config import read_shape
 from rlhf_mc.models.loss import Loss
 from rlhf_mc.models.optimizer import kernels_in_use
 from rlhf_mc.models.passes import accumulate_gradients, score, update, zero_gradients
@@ -61,8 +62,12 @@ def _read(objective: Objective, files: list[str], key: str, settings: Settings) 
 
 
 def fit(settings: Settings, objective: Objective) -> None:
-    """Collective over all ranks, once the data are read: the whole program. Logs every step, measures on held-out rows, saves to trainer.output_dir/model."""
-    section = settings.supervised
+    """Collective over all ranks, once model and data were checked: the whole program.
+
+    Logs every step, measures on held-out rows, saves to trainer.output_dir/model.
+    """
+    section, key = settings.supervised, "supervised.path"
+    read_shape(section.path, key).check_layout(settings.parallel.tensor, settings.parallel.pipeline, key)
     source = _read(objective, settings.data.train, "data.train", settings)
     held_out = _read(objective, settings.data.validation, "data.validation", settings)
     world = join_world(settings)

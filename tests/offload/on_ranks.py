@@ -273,35 +273,32 @@ def saved_between_stages(world: World, language: str, value: str, target: str) -
         return all(torch.equal(saved.get_tensor(name), tensor) for name, tensor in truth.items())
 
 
-def swaps_within_budget(world: World, language: str, value: str, with_room: bool) -> dict[str, Any]:
-    """Three iterations of two roles by PPO's schedule, with a budget that has room for both roles or only just for one.
+def swaps_by_schedule(world: World, language: str, value: str, room_for: int | None) -> dict[str, Any]:
+    """Three iterations of two roles by PPO's schedule, with a budget that has room for so many whole roles, or none.
 
-    peak: most bytes of parts on the device at once.  early: parts that were on their way before they were asked for.
+    peak: most bytes of parts on the device at once.  role: bytes of the larger role.  bucket: of the largest storage.
+    early: parts that were on their way before they were asked for.
     """
     models = actor_and_critic(world, language, value, "bf16", True)
     states = [ModelState.of(model, CHUNK_BYTES) for model in models]
-    whole = [sum(state.num_bytes(part) for part in TRAINING) for state in states]
-    schedule = ppo_visits(Role.ACTOR, Role.CRITIC, [])
-    budget = sum(whole) if with_room else max(whole)
-    residency = Residency(world, states, Ledger(), device_budget_bytes=budget, schedule=schedule)
-    residency._mover.peak_bytes = 0
-    early = []
-    expected: dict[Role, list[Tensor]] = {}
+    role = max(sum(state.num_bytes(part) for part in TRAINING) for state in states)
+    storages = [arena.num_bytes for state in states for arenas in state.arenas.values() for arena in arenas]
+    budget = None if room_for is None else room_for * role
+    residency = Residency(world, states, Ledger(), device_budget_bytes=budget, schedule=ppo_visits(Role.ACTOR, Role.CRITIC, []))
+    residency._mover.peak_bytes = 0  # of the start, where each role is built on the device
+    early: list[str] = []
     with poisoned(copy_seconds=1e-3):
-        for visit in schedule * 3:
+        for visit in ppo_visits(Role.ACTOR, Role.CRITIC, []) * 3:
             if visit.role is None:
                 residency.all_off()
                 continue
-            early += [h.name for h in residency._holdings.values() if h.in_flight]
+            early += [holding.name for holding in residency._holdings.values() if holding.in_flight]
             with residency.on_device(visit.role, visit.parts) as model:
-                weights = [w.detach().clone() for w in model.decoder.parameters()]
-                assert all(map(torch.equal, weights, expected.get(visit.role, weights)))
                 if visit.updates:
                     one_step(model)
-                expected[visit.role] = [w.detach().clone() for w in model.decoder.parameters()]
     residency.all_off()
-    moved = residency.ledger.moved()
-    return dict(peak=residency.peak_bytes, budget=budget, early=early, moved=moved, minimum=residency.ledger.minimum())
+    moved, minimum = residency.ledger.moved(), residency.ledger.minimum()
+    return dict(peak=residency.peak_bytes, role=role, bucket=max(storages), early=early, moved=moved, minimum=minimum)
 
 
 def planned_settings(world: World, language: str, value: str, share: bool = False) -> tuple[Settings, dict[Role, str]]:

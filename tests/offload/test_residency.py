@@ -45,13 +45,19 @@ def test_random_requests_follow_a_simple_model(ranks, models, layout, dtype, sha
         assert served > 100
 
 
-@pytest.mark.parametrize("with_room", [False, True])
-def test_the_next_role_is_prefetched_where_the_budget_has_room(ranks, models, with_room):
-    (seen,) = ranks.run("offload.on_ranks:swaps_within_budget", with_room=with_room, **models)
-    assert seen["peak"] <= seen["budget"]
+def test_a_swap_takes_no_more_than_the_larger_role_and_a_bucket(ranks, models):
+    (seen,) = ranks.run("offload.on_ranks:swaps_by_schedule", room_for=None, **models)
+    assert seen["role"] <= seen["peak"] <= seen["role"] + seen["bucket"]
+    assert seen["early"] == [] and seen["moved"] == seen["minimum"]
+
+
+@pytest.mark.parametrize("room_for", [1, 2])
+def test_the_next_role_is_prefetched_where_the_budget_has_room(ranks, models, room_for):
+    (seen,) = ranks.run("offload.on_ranks:swaps_by_schedule", room_for=room_for, **models)
+    assert seen["peak"] <= room_for * seen["role"]
     assert seen["moved"] == seen["minimum"]
-    # Actor's moments while the critic trains need the room of both; the params of a role in scoring always fit.
-    assert ("actor optimizer" in seen["early"]) == with_room
+    # The actor's moments, while the critic trains, need the room of both; params in scoring always fit.
+    assert ("actor optimizer" in seen["early"]) == (room_for == 2)
     assert "critic params" in seen["early"]
 
 

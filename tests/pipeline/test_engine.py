@@ -134,7 +134,7 @@ def test_replicas_share_the_work(replicas):
 def test_wrong_settings_are_refused_on_every_rank(any_run):
     for rank in any_run.ranks:
         refused = rank["refused_settings"]
-        assert refused["kv_cache_over_host"].startswith("EngineError: rank 0: 2 x rollout.kv_cache_gib")
+        assert refused["kv_cache_over_host"].startswith("ConfigError: rank 0: 2 x rollout.kv_cache_gib")
         assert "are free" in refused["kv_cache_over_host"]
         assert refused["kv_cache_under_one_sequence"].startswith("ConfigError: rollout.kv_cache_gib: 1e-06 GiB")
         assert "cannot hold one sequence of 36 tokens" in refused["kv_cache_under_one_sequence"]

@@ -1,0 +1,93 @@
+"""A rank, or torchrun itself, dies in the middle of PPO: all of the job is gone in seconds, and nothing of it is left.
+
+And a rank that fails with an error: the job ends with that error, not in a collective that waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from end_to_end.job import Job, files_of_nobody, start
+from end_to_end.task import Task, make_task, written
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SECONDS_TO_DIE = 10.0
+_SLOW = "def reward(sample):\n    import time\n    time.sleep(0.2)\n    return 1.0\n"
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Task:
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture
+def training(task, tmp_path, request) -> Iterator[Job]:
+    """A job that would run for hours, and has finished its first iteration; with reward workers and wandb's process."""
+    function = tmp_path / "slow.py"
+    function.write_text(_SLOW)
+    settings = task.overrides(tmp_path / "out") | {
+        "parallel.tensor": "2",
+        "rollout.tensor_parallel": "2",
+        "trainer.iterations": "100000",
+        "reward.functions": f'[{{path: "{function}:reward"}}]',
+        "wandb.mode": "offline",
+    }
+    module = getattr(request, "param", "rlhf_mc.train")
+    job = start(tmp_path / "log", module, written(settings))
+    try:
+        if module == "rlhf_mc.train":
+            job.wait_for("     0 ", 300)
+        yield job
+    finally:
+        job.kill()
+
+
+def can_listen(port: int) -> bool:
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            server.bind(("", port))
+            server.listen()
+        except OSError:
+            return False
+    return True
+
+
+def test_when_a_rank_is_killed_all_end_and_nothing_stays(training):
+    start_of_job = time.time() - 300
+    port = int(training.rank(0).environment["MASTER_PORT"])
+    programs = " ".join(process.command for process in training.processes())
+    assert "rlhf_mc.rewards.worker" in programs and "wandb" in programs
+    assert not can_listen(port)
+    os.kill(training.rank(1).pid, signal.SIGKILL)
+    training.seconds_until_gone(SECONDS_TO_DIE)
+    assert training.wait(5) != 0
+    assert can_listen(port)
+    assert files_of_nobody(start_of_job) == []
+
+
+def test_when_torchrun_is_killed_all_end_and_nothing_stays(training):
+    port = int(training.rank(0).environment["MASTER_PORT"])
+    os.kill(training.torchrun().pid, signal.SIGKILL)
+    training.seconds_until_gone(SECONDS_TO_DIE)
+    assert can_listen(port)
+    assert files_of_nobody(time.time() - 300) == []
+
+
+@pytest.mark.parametrize("training", ["tests.end_to_end.failing_rank"], indirect=True)
+def test_an_error_on_one_rank_ends_all_and_is_the_one_that_is_shown(training):
+    training.wait_for("     0 ", 300)
+    assert training.wait(30) != 0
+    training.seconds_until_gone(SECONDS_TO_DIE)
+    told = training.output[training.output.find("rlhf_mc: train: error") :]
+    assert told.startswith("rlhf_mc: train: error on rank 1:\nTraceback")
+    assert "ZeroDivisionError: the bug of rank 1" in told
+    assert told.count("rlhf_mc: train: error") == 1
+    assert files_of_nobody(time.time() - 300) == []
