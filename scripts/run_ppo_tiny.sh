@@ -3,7 +3,8 @@
 #
 #   bash scripts/run_ppo_tiny.sh [key=value ...]
 #
-# Overrides go to the PPO program; those of trainer.seed, trainer.dtype, trainer.device, parallel and wandb to all three.
+# Overrides go to the PPO program; those of trainer.seed, trainer.dtype, trainer.device, parallel and wandb to all three,
+# those of supervised to the first two.
 # NPROC: ranks (2).  RUN_DIR: where everything goes (runs/ppo_tiny); task, models, metrics and samples are found there.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -17,7 +18,7 @@ run=${RUN_DIR:-runs/ppo_tiny}
 common=()
 for override in "$@"; do
     case $override in
-        trainer.seed=* | trainer.dtype=* | trainer.device=* | parallel.* | wandb.*) common+=("$override") ;;
+        trainer.seed=* | trainer.dtype=* | trainer.device=* | supervised.* | parallel.* | wandb.*) common+=("$override") ;;
     esac
 done
 title() { printf '\n== %s ==\n' "$1"; }
