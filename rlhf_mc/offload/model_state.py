@@ -79,7 +79,7 @@ class ModelState:
         with torch.no_grad():
             for optimizer in megatron_parts(self.model.optimizer):
                 optimizer._copy_main_params_to_model_params()
-            if self.model.ddp.ddp_config.use_distributed_optimizer:
+            if self.model.ddp.ddp_config.use_distributed_optimizer and self.model.world.grid.data > 1:
                 self.model.ddp.start_param_sync(force_sync=True)
 
     def drop_gradients(self) -> None:

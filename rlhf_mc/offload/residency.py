@@ -26,6 +26,10 @@ from rlhf_mc.offload.text import aligned, readable
 from rlhf_mc.parallel.world import World
 
 
+#: In which parts come: params are made from main params while the moments are still on their way.
+_ORDER = (Part.MAIN_PARAMS, Part.PARAMS, Part.OPTIMIZER, Part.GRADS)
+
+
 class ResidencyError(RuntimeError):
     """A request that cannot be met, or memory that is not where it should be. The message ends with the table of residents."""
 
@@ -183,8 +187,9 @@ class Residency:
 
     def _bring(self, wanted: set[tuple[Role, Part]]) -> None:
         """Makes exactly `wanted` resident; compute that follows sees it."""
+        asked = sorted(wanted & self._holdings.keys(), key=lambda key: _ORDER.index(key[1]))
         leaving = [h for key, h in self._holdings.items() if h.resident and key not in wanted]
-        coming = [h for key, h in self._holdings.items() if not h.resident and key in wanted]
+        coming = [self._holdings[key] for key in asked if not self._holdings[key].resident]
         for holding in leaving:
             if holding.part is Part.GRADS and holding.state.model.accumulating:
                 raise self._error(
@@ -193,11 +198,9 @@ class Residency:
                 )
         derive = any(part is Part.MAIN_PARAMS for _, part in wanted)
         self._mover.swap(leaving, coming, self._swap_limit(leaving, coming), derive)
-        for key, holding in self._holdings.items():
-            if key in wanted:
-                holding.before_compute()
-        for holding in coming:
-            if derive and holding.part is Part.PARAMS and holding.state.derived:
+        for holding in (self._holdings[key] for key in asked):
+            holding.before_compute()
+            if derive and holding.part is Part.PARAMS and holding in coming and holding.state.derived:
                 holding.state.rebuild_params()
 
     def _swap_limit(self, leaving: list[Holding], coming: list[Holding]) -> int:
@@ -216,7 +219,7 @@ class Residency:
         if self._budget is None or following is None or following.role is None:
             return
         state = self._holdings[following.role, Part.PARAMS].state
-        for part in (Part.MAIN_PARAMS, Part.OPTIMIZER, Part.PARAMS):
+        for part in _ORDER[:3]:
             holding = self._holdings.get((following.role, part))
             made_later = part is Part.PARAMS and Part.MAIN_PARAMS in following.parts and state.derived
             if part not in following.parts or holding is None or holding.resident or made_later:

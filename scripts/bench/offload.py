@@ -5,7 +5,8 @@
 The state is that of a real role: megatron-core model, distributed optimizer, params, main params and moments; at least
 1 GiB by default. All ways are measured in turn, in the same process, on the same bytes:
   memcpy        the limit: one flat copy between memory that both sides have touched before (on a GPU: page-locked memory)
-  ours          Residency: flat storages, host memory allocated once
+  ours          Residency: flat storages, host memory allocated once; params come first, as for scoring, then the rest
+  ours, made    the same, but all is asked for at once: 16-bit params are then made from the main params instead of copied
   fresh memory  as verl: flat copies, but host and device memory are allocated anew in each cycle
   per tensor    as Megatron-LM's optimizer: every tensor is copied by itself into fresh memory, pageable on a GPU
 Its last line is one JSON object.
@@ -29,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rlhf_mc.config import Data, Optim, Rollout, Settings, Trainer
 from rlhf_mc.launch import quiet_libraries, use_share_of_cores
 
-WAYS = ("memcpy", "ours", "fresh memory", "per tensor")
+WAYS = ("memcpy", "ours", "ours, made", "fresh memory", "per tensor")
 
 
 def save_model(directory: Path, millions: float) -> str:
@@ -57,7 +58,7 @@ class Bench:
             path = save_model(Path(directory), millions)
             self.model = build_role(Role.ACTOR, "language", path, settings, world, Optim())
         self.on_gpu = world.device.type == "cuda"
-        self.parts = Part.PARAMS | Part.MAIN_PARAMS | Part.OPTIMIZER
+        self.params, self.parts = Part.PARAMS, Part.PARAMS | Part.MAIN_PARAMS | Part.OPTIMIZER
         self.state = ModelState.of(self.model)
         self.residency = Residency(world, [self.state], Ledger())
         self.num_bytes = sum(self.state.num_bytes(part) for part in self.parts)
@@ -82,10 +83,11 @@ class Bench:
         """Seconds (to the host, to the device) of each way, once."""
         self.reload()
         self.offload()
-        reload, offload = self.seconds(self.reload), self.seconds(self.offload)
+        reload, offload = self.seconds(self.reload_in_turn), self.seconds(self.offload)
+        made = self.seconds(self.reload), self.seconds(self.offload)
         to_host = self.seconds(lambda: self.memcpy(self.host_flat, self.device_flat))
         to_device = self.seconds(lambda: self.memcpy(self.device_flat, self.host_flat))
-        seconds = {"memcpy": (to_host, to_device), "ours": (offload, reload)}
+        seconds = {"memcpy": (to_host, to_device), "ours": (offload, reload), "ours, made": made[::-1]}
         self.forget_freed_memory()
         seconds["fresh memory"] = self.seconds(self.fresh_to_host), self.seconds(self.fresh_to_device)
         self.reload()
@@ -104,7 +106,14 @@ class Bench:
         if not self.on_gpu:
             ctypes.CDLL(None).malloc_trim(0)
 
+    def reload_in_turn(self) -> None:
+        """Every byte is copied."""
+        with self.residency.on_device(self.model.role, self.params):
+            pass
+        self.reload()
+
     def reload(self) -> None:
+        """Params that main params can give back are made from them."""
         with self.residency.on_device(self.model.role, self.parts):
             pass
 
