@@ -1,6 +1,6 @@
 """Bytes that a real PPO run moves between device and host, against the minimum that its settings allow.
 
-    python scripts/bench/ledger.py [--iterations 3] [key=value ...]
+    python scripts/bench/ledger.py [key=value ...] [--iterations 3] [--layouts DP1 TP2]
 
 For DP1, DP2, DP2 with shared host copies, and TP2, runs the whole program (megatron-core and vLLM) on an untrained tiny
 model, and reads what its ledger logged for each iteration. The minimum is computed here, from config.json and the settings
@@ -70,6 +70,7 @@ def main() -> None:
     """Runs every layout, prints the table, and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=3)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
     quiet_libraries()
@@ -78,7 +79,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         task = Path(directory) / "task"
         subprocess.run([sys.executable, str(ROOT / "scripts/make_tiny_task.py"), str(task)], check=True, stdout=subprocess.DEVNULL)
-        for name, (num_ranks, layout) in LAYOUTS.items():
+        for name in options.layouts:
+            num_ranks, layout = LAYOUTS[name]
             output = Path(directory) / name.replace(", ", "_")
             arguments = ["--config", str(RECIPE), *overrides(task, output, options.iterations), *layout, *options.overrides]
             least = minimum_of_iterations(arguments, num_ranks)
