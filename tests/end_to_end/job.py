@@ -11,12 +11,11 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SHARED_MEMORY = Path("/dev/shm")
 _MARK = "RLHF_MC_TEST_JOB"
 _START = 'source scripts/launch.sh && launch "$@"'
 
@@ -38,7 +37,7 @@ class Job:
     process: subprocess.Popen
     mark: str
     log: Path
-    started: float = field(default_factory=time.monotonic)
+    _shared_memory: set[str] = field(default_factory=set)
 
     @property
     def output(self) -> str:
@@ -47,19 +46,28 @@ class Job:
 
     def wait(self, timeout_seconds: float) -> int:
         """The exit status of the launcher. A job that is not done in time is killed, and the test fails with its output."""
-        try:
-            return self.process.wait(timeout_seconds)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            raise AssertionError(f"not done after {timeout_seconds:g} s:\n{self.output}") from None
+        self._watch(lambda: self.process.poll() is not None, "not done", timeout_seconds)
+        return self.process.returncode
 
     def wait_for(self, text: str, timeout_seconds: float) -> None:
         """Until `text` is in the output; the test fails where the job ends first, or the time is over."""
+        self._watch(lambda: text in self.output or self.process.poll() is not None, f"no {text!r}", timeout_seconds)
+        assert text in self.output, f"ended before {text!r}:\n{self.output}"
+
+    def _watch(self, done: Callable[[], bool], fault: str, timeout_seconds: float) -> None:
+        """Until `done`; notes on the way which files in shared memory the job uses."""
         deadline = time.monotonic() + timeout_seconds
-        while text not in self.output:
-            assert self.process.poll() is None, f"ended before {text!r}:\n{self.output}"
-            assert time.monotonic() < deadline, f"no {text!r} after {timeout_seconds:g} s:\n{self.output}"
-            time.sleep(0.05)
+        while not done():
+            for process in self.processes():
+                self._shared_memory |= _shared_memory_of(process.pid)
+            if time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"{fault} after {timeout_seconds:g} s:\n{self.output}")
+            time.sleep(0.1)
+
+    def left_in_shared_memory(self) -> list[str]:
+        """The files in shared memory that the job was seen to use, and that are still there."""
+        return sorted(name for name in self._shared_memory if os.path.exists(name))
 
     def processes(self) -> list[Process]:
         """All that are alive and carry the mark, but for the shell that the test itself started."""
@@ -123,16 +131,12 @@ def _processes() -> Iterable[Process]:
             yield Process(int(entry.name), int(parent), command, {name: value for name, _, value in pairs})
 
 
-def files_of_nobody(since: float) -> list[str]:
-    """Files in shared memory that are newer than `since` (time.time()) and that no living process has open or mapped."""
-    new = {str(path) for path in SHARED_MEMORY.iterdir() if path.lstat().st_mtime >= since}
-    if not new:
-        return []
-    held = set()
-    for entry in Path("/proc").iterdir():
-        try:
-            held |= {line.rpartition(" ")[2] for line in (entry / "maps").read_text().splitlines() if str(SHARED_MEMORY) in line}
-            held |= {os.readlink(link) for link in (entry / "fd").iterdir()}
-        except OSError:
-            continue
-    return sorted(new - held)
+def _shared_memory_of(pid: int) -> set[str]:
+    """Files in shared memory that a process has open or mapped and that still have a name."""
+    entry = Path("/proc", str(pid))
+    try:
+        held = [line.partition("/dev/shm/")[1:] for line in (entry / "maps").read_text().splitlines()]
+        held += [os.readlink(link).partition("/dev/shm/")[1:] for link in (entry / "fd").iterdir()]
+    except OSError:
+        return set()
+    return {directory + name for directory, name in held if directory and not name.endswith(" (deleted)")}

@@ -10,11 +10,10 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from end_to_end.job import ROOT, Job, files_of_nobody, start
+from end_to_end.job import ROOT, Job, start
 from end_to_end.task import Task, make_task, written
 
 from rlhf_mc.config import ConfigError
@@ -179,7 +178,7 @@ def failed(job: Job, message: str) -> None:
     assert "exitcode  : 2" in job.output, "torchrun reports the status of the first rank that ended"
     assert "launch.py" not in job.output, "a traceback through the program says nothing to the user"
     job.seconds_until_gone(10)
-    assert files_of_nobody(time.time() - 300) == []
+    assert job.left_in_shared_memory() == []
 
 
 @pytest.mark.slow

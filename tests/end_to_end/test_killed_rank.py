@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from end_to_end.job import Job, files_of_nobody, start
+from end_to_end.job import Job, start
 from end_to_end.task import Task, make_task, written
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -61,16 +60,15 @@ def can_listen(port: int) -> bool:
 
 
 def test_when_a_rank_is_killed_all_end_and_nothing_stays(training):
-    start_of_job = time.time() - 300
     port = int(training.rank(0).environment["MASTER_PORT"])
     programs = " ".join(process.command for process in training.processes())
     assert "rlhf_mc.rewards.worker" in programs and "wandb" in programs
-    assert not can_listen(port)
+    assert not can_listen(port) and training.left_in_shared_memory(), "there must be something to leave behind"
     os.kill(training.rank(1).pid, signal.SIGKILL)
     training.seconds_until_gone(SECONDS_TO_DIE)
     assert training.wait(5) != 0
     assert can_listen(port)
-    assert files_of_nobody(start_of_job) == []
+    assert training.left_in_shared_memory() == []
 
 
 def test_when_torchrun_is_killed_all_end_and_nothing_stays(training):
@@ -78,7 +76,7 @@ def test_when_torchrun_is_killed_all_end_and_nothing_stays(training):
     os.kill(training.torchrun().pid, signal.SIGKILL)
     training.seconds_until_gone(SECONDS_TO_DIE)
     assert can_listen(port)
-    assert files_of_nobody(time.time() - 300) == []
+    assert training.left_in_shared_memory() == []
 
 
 @pytest.mark.parametrize("training", ["tests.end_to_end.failing_rank"], indirect=True)
@@ -90,4 +88,4 @@ def test_an_error_on_one_rank_ends_all_and_is_the_one_that_is_shown(training):
     assert told.startswith("rlhf_mc: train: error on rank 1:\nTraceback")
     assert "ZeroDivisionError: the bug of rank 1" in told
     assert told.count("rlhf_mc: train: error") == 1
-    assert files_of_nobody(time.time() - 300) == []
+    assert training.left_in_shared_memory() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import threading
 import time
 from pathlib import Path
@@ -52,8 +53,10 @@ def test_host_peak_belongs_to_the_stage_that_had_it() -> None:
     """128 MiB live and die before the inner stage: they are in the outer stage's peak and the iteration's only."""
     clock = StageClock()
     with clock.stage("outer"):
-        block = bytearray(128 << 20)
-        del block
+        block = mmap.mmap(-1, 128 << 20)  # not from the heap: that may keep what is freed
+        for _ in range(128):
+            block.write(bytes(1 << 20))
+        block.close()
         with clock.stage("outer/inner"):
             pass
     metrics = clock.metrics()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,13 +56,13 @@ def test_rollout_metrics_under_verl_names() -> None:
 
 def test_explained_variance_of_the_values() -> None:
     returns = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    experience = experience_of_two().replace(loss_mask=torch.ones(4, dtype=torch.bool), returns=returns)
-    perfect = rollout_metrics(experience.replace(values=experience.returns))
-    useless = rollout_metrics(experience.replace(values=torch.zeros(4)))
+    experience = replace(experience_of_two(), loss_mask=torch.ones(4, dtype=torch.bool), returns=returns)
+    perfect = rollout_metrics(replace(experience, values=experience.returns))
+    useless = rollout_metrics(replace(experience, values=torch.zeros(4)))
     assert (perfect["critic/vf_explained_var"], useless["critic/vf_explained_var"]) == (1.0, 0.0)
 
 
 def test_a_batch_that_trains_no_token_still_has_metrics() -> None:
-    metrics = rollout_metrics(experience_of_two().replace(loss_mask=torch.zeros(4, dtype=torch.bool)))
+    metrics = rollout_metrics(replace(experience_of_two(), loss_mask=torch.zeros(4, dtype=torch.bool)))
     assert metrics["critic/score/mean"] == 0.0 and "critic/advantages/mean" not in metrics
     assert all(math.isfinite(value) for value in metrics.values())
