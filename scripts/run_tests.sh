@@ -7,4 +7,5 @@ RLHF_MC_VENV=$(realpath -ms "${RLHF_MC_VENV:-$root/.venv}")
 export RLHF_MC_VENV
 bash "$root/scripts/setup_env.sh"
 cd "$root"
+source scripts/cpu_memory.sh "$RLHF_MC_VENV"
 exec "$RLHF_MC_VENV/bin/python" -m pytest --durations=15 "$@" </dev/null

@@ -22,7 +22,8 @@ class HostBuffer:
 
     def __init__(self, num_bytes: int, device: torch.device, owner: str) -> None:
         self.num_bytes = num_bytes
-        self._map = mmap.mmap(-1, max(num_bytes, 1))
+        # Private, because the kernel gives huge pages to private memory only; with small ones a copy is half as fast on CPU.
+        self._map = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)[:num_bytes]

@@ -21,11 +21,13 @@ class ModelState:
     """The arenas of each part of one role. A frozen role has PARAMS only; its other parts are empty.
 
     derived: keys of the arenas of PARAMS that hold nothing but 16-bit copies of main params.
+    weights: the model's, listed once: to walk through its modules at every visit would take longer than a copy of some MiB.
     """
 
     model: RoleModel
     arenas: dict[Part, tuple[Arena, ...]]
     derived: frozenset[int]
+    weights: tuple[Tensor, ...]
 
     @staticmethod
     def of(model: RoleModel, chunk_bytes: int = CHUNK_BYTES) -> ModelState:
@@ -53,7 +55,9 @@ class ModelState:
             Part.MAIN_PARAMS: pack(main_params, chunk_bytes),
             Part.OPTIMIZER: pack([t for t in moments if t.dim()], chunk_bytes) + steps,
         }
-        state = ModelState(model, {part: tuple(of_part) for part, of_part in arenas.items()}, frozenset(derived))
+        state = ModelState(
+            model, {part: tuple(of_part) for part, of_part in arenas.items()}, frozenset(derived), tuple(_weights(model))
+        )
         state.check_wiring()
         return state
 
@@ -88,7 +92,7 @@ class ModelState:
 
     def tensors(self) -> Iterator[tuple[Part, str, Tensor]]:
         """Every tensor of the role that has device memory: (part, description, tensor). Main params in fp32 count as PARAMS."""
-        for i, weight in enumerate(_weights(self.model)):
+        for i, weight in enumerate(self.weights):
             yield Part.PARAMS, f"weight {i}", weight
             if hasattr(weight, "main_grad"):
                 yield Part.GRADS, f"gradient {i}", weight.main_grad

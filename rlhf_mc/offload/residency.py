@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from rlhf_mc.models.role import Role, RoleModel
 from rlhf_mc.offload.holding import Holding
-from rlhf_mc.offload.host_heap import keep_freed_memory
 from rlhf_mc.offload.layout import CHUNK_BYTES
 from rlhf_mc.offload.ledger import Ledger
 from rlhf_mc.offload.minimum import EMPTY, Visit
@@ -67,8 +66,6 @@ class Residency:
         self._mover = Mover(world.device, ledger)
         self._prefetch = Prefetch(schedule)
         self._claimed: Role | None = None
-        if enabled and world.on_cpu:
-            keep_freed_memory()
         for state in states:
             self.adopt(state)
 

@@ -1,6 +1,6 @@
 """Bytes that a real PPO run moves between device and host, against the minimum that its settings allow.
 
-    python scripts/bench/ledger.py [key=value ...] [--iterations 3] [--layouts DP1 TP2]
+    bash scripts/bench/run.sh ledger [key=value ...] [--iterations 3] [--layouts DP1 TP2]
 
 For DP1, DP2, DP2 with shared host copies, and TP2, runs the whole program (megatron-core and vLLM) on an untrained tiny
 model, and reads what its ledger logged for each iteration. The minimum is computed here, from config.json and the settings

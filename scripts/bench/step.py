@@ -1,9 +1,11 @@
 """One whole PPO step of a real model on one CPU rank, against the model FLOPs of that step at the GEMM rate of the same run.
 
-    python scripts/bench/step.py MODEL_DIR [--dtype bf16] [--repeats 7]
+    bash scripts/bench/run.sh step MODEL_DIR [--dtype bf16] [--repeats 7] [key=value ...]
 
 The step is what the trainer does: weight sync, generation by vLLM, four scoring passes, training of critic and actor;
-32 samples of 16 + 32 tokens, one epoch, one optimizer step a role. Its last line is one JSON object.
+32 samples of 16 + 32 tokens, one epoch, one optimizer step a role. Two limits: the FLOPs at the rate of a large square
+product, and the time that this model's own products take one by one (a small model's are slower than a square one, those
+of decoding most of all: 32 rows). Its last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,19 +63,51 @@ def step_flops(shape: ModelShape, forwards_with_head: int, forwards_without_head
     }
 
 
-def gemm_rate(dtype: torch.dtype) -> float:
-    """FLOP/s of a large square matrix product, the best of three."""
-    a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, dtype=dtype) for _ in range(2))
-    a @ b
+def best_seconds(product: Callable[[], torch.Tensor]) -> float:
+    """Seconds of one product, the best of three after a warm-up."""
+    product()
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
-        a @ b
+        product()
         seconds.append(time.perf_counter() - start)
-    return 2 * GEMM_SIZE**3 / min(seconds)
+    return min(seconds)
 
 
-def settings_for(model: str, dtype: str, output: str) -> Settings:
+def gemm_rate(dtype: torch.dtype) -> float:
+    """FLOP/s of a large square matrix product."""
+    a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, dtype=dtype) for _ in range(2))
+    return 2 * GEMM_SIZE**3 / best_seconds(lambda: a @ b)
+
+
+def linear_seconds(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[float, float]:
+    """(forward, backward) of one linear layer: x W^T; grad W and grad^T x."""
+    x, weight, grad = (torch.randn(*size, dtype=dtype) for size in ((rows, inputs), (outputs, inputs), (rows, outputs)))
+    return best_seconds(lambda: x @ weight.t()), best_seconds(lambda: grad @ weight) + best_seconds(lambda: grad.t() @ x)
+
+
+def products_seconds(shape: ModelShape, dtype: torch.dtype) -> float:
+    """What the matrix products of one step take by themselves, each with the rows that it has in the step."""
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    linears = ((shape.hidden, q + 2 * kv), (q, shape.hidden), (shape.hidden, 2 * shape.ffn), (shape.ffn, shape.hidden))
+
+    def body(rows: int) -> tuple[float, float]:
+        times = [linear_seconds(rows, *linear, dtype) for linear in linears]
+        return tuple(shape.num_layers * sum(direction) for direction in zip(*times))
+
+    def head(rows: int) -> tuple[float, float]:
+        return linear_seconds(rows, shape.hidden, shape.vocab, dtype)
+
+    forward, backward = body(NUM_SAMPLES * (PROMPT_TOKENS + RESPONSE_TOKENS))
+    head_forward, head_backward = head(NUM_SAMPLES * RESPONSE_TOKENS)
+    prompts, step, step_head = body(NUM_SAMPLES * PROMPT_TOKENS)[0], body(NUM_SAMPLES)[0], head(NUM_SAMPLES)[0]
+    generate = prompts + RESPONSE_TOKENS * (step + step_head)
+    score = 4 * forward + 2 * head_forward
+    update = 2 * (forward + backward) + head_forward + head_backward
+    return generate + score + update
+
+
+def settings_for(model: str, dtype: str, output: str, overrides: list[str]) -> Settings:
     """PPO of `model` in all four roles on one rank."""
     rows = Path(output) / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "unused"}) + "\n")
@@ -83,12 +118,12 @@ def settings_for(model: str, dtype: str, output: str) -> Settings:
         f"rollout.max_tokens={RESPONSE_TOKENS}", f"rollout.min_tokens={RESPONSE_TOKENS}",
         f"rollout.max_running_sequences={NUM_SAMPLES}", "rollout.kv_cache_gib=0.25",
     ]  # fmt: skip
-    settings, _ = load_settings(sections, "train")
+    settings, _ = load_settings(sections + overrides, "train")
     settings.check("train", 1)
     return settings
 
 
-def measure(model: str, dtype: str, repeats: int) -> dict:
+def measure(model: str, dtype: str, repeats: int, overrides: list[str]) -> dict:
     """Runs the steps and prints the table; the JSON object of the last line."""
     from rlhf_mc.parallel.world import leave_world
     from rlhf_mc.stages.make_experience import make_experience
@@ -98,13 +133,14 @@ def measure(model: str, dtype: str, repeats: int) -> dict:
 
     shape = read_shape(model)
     flops = step_flops(shape, forwards_with_head=2, forwards_without_head=2)
-    steps, rates, stages = [], [], []
+    steps, rates, products, stages = [], [], [], []
     with tempfile.TemporaryDirectory() as output:
-        settings = settings_for(model, dtype, output)
+        settings = settings_for(model, dtype, output, overrides)
         with start_ppo(settings) as run:
             run.sources = replace(run.sources, prompts=FixedPrompts(shape.vocab))
             for iteration in range(repeats + 1):
                 rates.append(gemm_rate(TORCH_DTYPES[dtype]))
+                products.append(products_seconds(shape, TORCH_DTYPES[dtype]))
                 run.clock.metrics()
                 start = time.perf_counter()
                 sync_weights(run)
@@ -119,9 +155,11 @@ def measure(model: str, dtype: str, repeats: int) -> dict:
         median = statistics.median(s[name] for s in stages[1:])
         share = f"{flops[name] / rate / median:.2f}" if name in flops else ""
         print(f"{name:24}{flops[name] / 1e9 if name in flops else float('nan'):10.0f}{median:10.2f}{share:>14}")
-    limit = sum(flops.values()) / rate
+    limit, own_limit = sum(flops.values()) / rate, statistics.median(products)
+    print(f"limits: {limit:.2f} s at the rate of a square product, {own_limit:.2f} s for the model's own products one by one")
     return {
         "name": f"ppo_step_{dtype}", "measured": round(seconds, 3), "limit": round(limit, 3), "ratio": round(limit / seconds, 3), "unit": "s",
+        "limit_own_products": round(own_limit, 3), "ratio_own_products": round(own_limit / seconds, 3),
         "gemm_gflops": round(rate / 1e9, 1), "model_gflop": round(sum(flops.values()) / 1e9, 1),
     }  # fmt: skip
 
@@ -131,10 +169,11 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--repeats", type=int, default=7)
-    arguments = parser.parse_args()
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings other than the bench's own")
+    arguments = parser.parse_intermixed_args()
     quiet_libraries()
     use_share_of_cores()
-    print(json.dumps(measure(arguments.model, arguments.dtype, arguments.repeats)))
+    print(json.dumps(measure(arguments.model, arguments.dtype, arguments.repeats, arguments.overrides)))
 
 
 if __name__ == "__main__":
