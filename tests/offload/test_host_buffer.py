@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import mmap
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from rlhf_mc.offload import host_buffer, numa
 from rlhf_mc.offload.host_buffer import HostBuffer
-from rlhf_mc.offload.host_heap import keep_freed_memory
 
 
 class Driver:
@@ -73,5 +74,18 @@ def test_the_kernel_takes_the_placement(monkeypatch):
     buffer.bytes.fill_(3)
 
 
-def test_the_heap_keeps_its_pages():
-    assert keep_freed_memory()
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="this system gives no huge pages")
+def test_memory_lies_in_huge_pages():
+    buffer = HostBuffer(64 << 20, torch.device("cpu"), "actor params")
+    buffer.bytes.fill_(1)
+    with open("/proc/self/smaps") as smaps:
+        inside = False
+        for line in smaps:
+            bounds = re.match("([0-9a-f]+)-([0-9a-f]+) ", line)
+            if bounds:
+                inside = int(bounds[1], 16) <= buffer.address < int(bounds[2], 16)
+            elif inside and line.startswith("AnonHugePages:"):
+                assert int(line.split()[1]) >= 32 << 10
