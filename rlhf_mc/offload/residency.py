@@ -103,6 +103,13 @@ class Residency:
             self.ledger.visited(Visit(role, parts, updates=model.version != version))
         self.assert_as_expected()
 
+    @contextmanager
+    def nobody_on_device(self) -> Iterator[None]:
+        """Inside, the device holds no part of any role: its memory is the engine's, or whoever's. See all_off."""
+        self.all_off()
+        yield
+        self.assert_as_expected()
+
     def all_off(self) -> None:
         """Empties the device of all roles, and gives the memory back to the driver, for the engine to take."""
         if self._claimed is not None:

@@ -13,13 +13,14 @@ from rlhf_mc.tracking import Comparison
 
 
 def finish(run: Run, before: dict[str, float], after: dict[str, float]) -> None:
-    """Collective over all ranks. Actor and critic as Hugging Face directories, the ledger's table, before and after."""
+    """Collective over all ranks. Actor and critic as Hugging Face directories; the ledger, the residue, before and after."""
     output = Path(run.settings.trainer.output_dir)
     for role in (Role.ACTOR, Role.CRITIC):
         with run.clock.stage("save"), run.residency.on_device(role, Part.PARAMS):
             run.roles[role].save(str(output / role.value))
-    run.residency.all_off()
-    run.tracker.say(f"bytes moved by offload\n{run.residency.ledger.table()}")
+    with run.residency.nobody_on_device():
+        run.tracker.say(f"bytes moved by offload\n{run.residency.ledger.table()}")
+        run.tracker.say(f"device of rank {run.world.rank} between stages\n{run.residency.residue()}")
     names = {name: None for name in (*before, *after)}
     rows = [Comparison(name.removeprefix("val/"), before.get(name), after.get(name)) for name in names]
     run.tracker.before_and_after("Held-out prompts, greedy", rows)

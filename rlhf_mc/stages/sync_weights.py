@@ -17,5 +17,5 @@ def sync_weights(run: Run) -> None:
         run.engine.wake_weights()
         with run.residency.on_device(Role.ACTOR, Part.PARAMS):
             run.engine.load_weights(run.actor.export(), run.weight_version)
-        run.residency.all_off()
-        run.engine.wake_kv_cache()
+        with run.residency.nobody_on_device():
+            run.engine.wake_kv_cache()

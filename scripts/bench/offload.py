@@ -45,6 +45,19 @@ def save_model(directory: Path, millions: float) -> str:
     return str(directory)
 
 
+def settings_for(dtype: str) -> Settings:
+    """Of roles that are built alone, without data and engine."""
+    return Settings(trainer=Trainer(dtype=dtype), data=Data(max_prompt_tokens=64), rollout=Rollout(max_tokens=64))
+
+
+def memcpy(target: Tensor, source: Tensor) -> None:
+    """One flat copy, on a GPU asynchronous."""
+    if "cuda" in (target.device.type, source.device.type):
+        target.copy_(source, non_blocking=True)
+    else:
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+
+
 class Bench:
     """The state, and each way of moving it there and back. Every way moves the same bytes."""
 
@@ -54,7 +67,7 @@ class Bench:
         from rlhf_mc.offload import Ledger, ModelState, Part, Residency
         from rlhf_mc.parallel.world import join_world
 
-        settings = Settings(trainer=Trainer(dtype=dtype), data=Data(max_prompt_tokens=64), rollout=Rollout(max_tokens=64))
+        settings = settings_for(dtype)
         world = join_world(settings)
         with tempfile.TemporaryDirectory() as directory:
             path = save_model(Path(directory), millions)
@@ -89,8 +102,8 @@ class Bench:
         self.offload()
         reload, offload = self.seconds(self.reload_in_turn), self.seconds(self.offload)
         made = self.seconds(self.reload), self.seconds(self.offload)
-        to_host = self.seconds(lambda: self.memcpy(self.host_flat, self.device_flat))
-        to_device = self.seconds(lambda: self.memcpy(self.device_flat, self.host_flat))
+        to_host = self.seconds(lambda: memcpy(self.host_flat, self.device_flat))
+        to_device = self.seconds(lambda: memcpy(self.device_flat, self.host_flat))
         seconds = {"memcpy": (to_host, to_device), "ours": (offload, reload), "ours, made": made[::-1]}
         seconds["fresh memory"] = self.seconds(self.fresh_to_host), self.seconds(self.fresh_to_device)
         self.reload()
@@ -113,12 +126,6 @@ class Bench:
         """Params that main params can give back are made from them."""
         with self.residency.on_device(self.model.role, self.parts):
             pass
-
-    def memcpy(self, target: Tensor, source: Tensor) -> None:
-        if self.on_gpu:
-            target.copy_(source, non_blocking=True)
-        else:
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), self.num_bytes)
 
     def fresh_to_host(self) -> None:
         self.fresh_host = self.fresh("cpu")

@@ -218,7 +218,7 @@ def test_the_run_is_written_down(tensor_parallel):
 
 def test_rank_0_tells_the_story_in_order(tensor_parallel):
     told = (
-        "64 prompts", "2 ranks on cpu, fp32", "engine: starting vLLM", "prompt  ", "  iter ", "bytes moved by offload",
+        "64 prompts", "2 ranks on cpu, fp32", "engine: starting vLLM", "prompt  ", "  iter ", "bytes moved by offload", "states of roles",
         "Held-out prompts, greedy", "peak of host memory", "results are in",
     )  # fmt: skip
     places = [tensor_parallel.output.find(text) for text in told]
