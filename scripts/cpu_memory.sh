@@ -1,7 +1,7 @@
 # Sourced with the environment's folder: `source scripts/cpu_memory.sh .venv`. What Linux needs for speed on CPU ranks.
 #
 # New pages are what costs: the C library returns every large block to the system when it is freed, and faulting its pages
-# in again runs at a tenth of the speed of a copy where the host is virtual. mimalloc keeps them, in huge pages, as torch's
+# in again runs at a tenth to a sixth of a copy's speed where the host is virtual. mimalloc keeps them, in huge pages, as torch's
 # caching allocator keeps a GPU's. The tunable makes copies of 16 MiB and more stream past the caches.
 # docs/benchmarks.md has the figures. GPU environments do not have this mimalloc, and are left as they are.
 _mimalloc=$(compgen -G "$1/lib/python3*/site-packages/cmeel.prefix/lib/libmimalloc.so" || true)
