@@ -38,7 +38,6 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # Without it, a rank's share of the cores is set by what torchrun puts in OMP_NUM_THREADS, which is 1.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

@@ -23,7 +23,6 @@ from offload import memcpy, save_model, settings_for
 
 from rlhf_mc.config import Optim
 from rlhf_mc.launch import quiet_libraries, use_share_of_cores
-from rlhf_mc.offload.text import readable
 
 
 class Bench:
@@ -95,6 +94,8 @@ def main() -> None:
     arguments = parser.parse_args()
     quiet_libraries()
     use_share_of_cores()
+    from rlhf_mc.offload.text import readable  # after the libraries under it were told to be quiet
+
     bench = Bench(arguments.dtype, arguments.parameters_m)
     bench.swap(0)
     measured, limits = [], []
