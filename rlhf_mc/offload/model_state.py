@@ -39,10 +39,11 @@ class ModelState:
         """
         buffers = adopt(_param_buffers(model))
         held = {arena.key for arena in buffers}
-        weights = _owners(t for t in _weights(model) if storage_key(t) not in held)
+        every_weight = tuple(_weights(model))
+        weights = _owners(t for t in every_weight if storage_key(t) not in held)
         multiple = model.world.grid.data
         params = buffers + pack([t for t in weights if _has_main_param(t)], chunk_bytes, multiple=multiple)
-        derived = {storage_key(t) for t in _weights(model) if _has_main_param(t)}
+        derived = {storage_key(t) for t in every_weight if _has_main_param(t)}
         params += pack([t for t in weights if not _has_main_param(t)], chunk_bytes, multiple=multiple)
         held = {arena.key for arena in params}
         main_params = _owners(t for t in _stepped_params(model) if storage_key(t) not in held)
@@ -55,9 +56,7 @@ class ModelState:
             Part.MAIN_PARAMS: pack(main_params, chunk_bytes),
             Part.OPTIMIZER: pack([t for t in moments if t.dim()], chunk_bytes) + steps,
         }
-        state = ModelState(
-            model, {part: tuple(of_part) for part, of_part in arenas.items()}, frozenset(derived), tuple(_weights(model))
-        )
+        state = ModelState(model, {part: tuple(of_part) for part, of_part in arenas.items()}, frozenset(derived), every_weight)
         state.check_wiring()
         return state
 

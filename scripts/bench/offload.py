@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import mmap
 import statistics
 import tempfile
 import time
@@ -25,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from pages import mapping
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -58,6 +58,33 @@ def memcpy(target: Tensor, source: Tensor) -> None:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
 
 
+def seconds(move: Callable[[], None]) -> float:
+    """Of one move, until it is done."""
+    wait()
+    start = time.perf_counter()
+    move()
+    wait()
+    return time.perf_counter() - start
+
+
+def wait() -> None:
+    """Until a GPU has nothing left to do."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def bench_arguments(description: str) -> argparse.Namespace:
+    """dtype, repeats, parameters_m. Also does what a program of rlhf_mc does at its start."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--parameters-m", type=float, default=80.0, help="millions of parameters of a role")
+    arguments = parser.parse_args()
+    quiet_libraries()
+    use_share_of_cores()
+    return arguments
+
+
 class Bench:
     """The state, and each way of moving it there and back. Every way moves the same bytes."""
 
@@ -84,32 +111,20 @@ class Bench:
         self.fresh_host: Tensor | None = None
         self.host_tensors: list[Tensor] = []
 
-    def seconds(self, move: Callable[[], None]) -> float:
-        """Of one move, until it is done."""
-        self.wait()
-        start = time.perf_counter()
-        move()
-        self.wait()
-        return time.perf_counter() - start
-
-    def wait(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize()
-
     def cycle(self) -> dict[str, tuple[float, float]]:
         """Seconds (to the host, to the device) of each way, once."""
         self.reload()
         self.offload()
-        reload, offload = self.seconds(self.reload_in_turn), self.seconds(self.offload)
-        made = self.seconds(self.reload), self.seconds(self.offload)
-        to_host = self.seconds(lambda: memcpy(self.host_flat, self.device_flat))
-        to_device = self.seconds(lambda: memcpy(self.device_flat, self.host_flat))
-        seconds = {"memcpy": (to_host, to_device), "ours": (offload, reload), "ours, made": made[::-1]}
-        seconds["fresh memory"] = self.seconds(self.fresh_to_host), self.seconds(self.fresh_to_device)
+        reload, offload = seconds(self.reload_in_turn), seconds(self.offload)
+        made = seconds(self.reload), seconds(self.offload)
+        to_host = seconds(lambda: memcpy(self.host_flat, self.device_flat))
+        to_device = seconds(lambda: memcpy(self.device_flat, self.host_flat))
+        cycle = {"memcpy": (to_host, to_device), "ours": (offload, reload), "ours, made": made[::-1]}
+        cycle["fresh memory"] = seconds(self.fresh_to_host), seconds(self.fresh_to_device)
         self.reload()
-        seconds["per tensor"] = self.seconds(self.tensors_to_host), self.seconds(self.tensors_to_device)
+        cycle["per tensor"] = seconds(self.tensors_to_host), seconds(self.tensors_to_device)
         self.offload()
-        return seconds
+        return cycle
 
     def offload(self) -> None:
         """All of it goes to the host, as after an update."""
@@ -141,7 +156,7 @@ class Bench:
         """Memory that this process has not had before, on a CPU as the C library's malloc gives it for such sizes."""
         if self.on_gpu:
             return torch.empty(self.num_bytes, dtype=torch.uint8, device=device, pin_memory=device == "cpu")
-        return torch.frombuffer(mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+        return torch.frombuffer(mapping(self.num_bytes), dtype=torch.uint8)
 
     def tensors_to_host(self) -> None:
         self.host_tensors = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors()]
@@ -157,18 +172,12 @@ class Bench:
 
 def main() -> None:
     """Measures, prints the table, and the JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--parameters-m", type=float, default=80.0, help="millions of parameters")
-    arguments = parser.parse_args()
-    quiet_libraries()
-    use_share_of_cores()
+    arguments = bench_arguments(__doc__)
     bench = Bench(arguments.dtype, arguments.parameters_m)
     bench.cycle()
     cycles = [bench.cycle() for _ in range(arguments.repeats)]
-    seconds = {way: [statistics.median(cycle[way][direction] for cycle in cycles) for direction in (0, 1)] for way in WAYS}
-    rates = {way: [bench.num_bytes / 1e9 / median for median in medians] for way, medians in seconds.items()}
+    medians = {way: [statistics.median(cycle[way][direction] for cycle in cycles) for direction in (0, 1)] for way in WAYS}
+    rates = {way: [bench.num_bytes / 1e9 / median for median in both] for way, both in medians.items()}
     device, gib = bench.device, bench.num_bytes / 2**30
     print(f"{gib:.2f} GiB of params, main params and moments, {arguments.dtype}, {device}")
     print(f"{'':14}{'offload':>10}{'reload':>10}  GB/s, medians of {arguments.repeats}")

@@ -44,15 +44,20 @@ class FixedPrompts:
         return PromptBatch(self.tokens, lengths, [{} for _ in range(NUM_SAMPLES)], torch.arange(NUM_SAMPLES))
 
 
+def linears(shape: ModelShape) -> list[tuple[int, int]]:
+    """(inputs, outputs) of the four linear layers of one decoder layer."""
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return [(shape.hidden, q + 2 * kv), (q, shape.hidden), (shape.hidden, 2 * shape.ffn), (shape.ffn, shape.hidden)]
+
+
 def step_flops(shape: ModelShape, forwards_with_head: int, forwards_without_head: int) -> dict[str, float]:
     """Multiply-adds times two that the step needs: each token through the layers, the output layer where a number is asked for.
 
     Causal attention counts half of the full square. A backward is two forwards.
     """
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    layer = shape.hidden * (2 * q + 2 * kv) + 3 * shape.hidden * shape.ffn
+    layer = sum(inputs * outputs for inputs, outputs in linears(shape))
     tokens = PROMPT_TOKENS + RESPONSE_TOKENS
-    attention = 2 * 2 * q * (tokens + 1) / 2
+    attention = 2 * 2 * shape.num_heads * shape.head_dim * (tokens + 1) / 2
     body = NUM_SAMPLES * tokens * shape.num_layers * (2 * layer + attention)
     head = NUM_SAMPLES * RESPONSE_TOKENS * 2 * shape.hidden * shape.vocab
     return {
@@ -88,11 +93,9 @@ def linear_seconds(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> 
 
 def products_seconds(shape: ModelShape, dtype: torch.dtype) -> float:
     """What the matrix products of one step take by themselves, each with the rows that it has in the step."""
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    linears = ((shape.hidden, q + 2 * kv), (q, shape.hidden), (shape.hidden, 2 * shape.ffn), (shape.ffn, shape.hidden))
 
     def body(rows: int) -> tuple[float, float]:
-        times = [linear_seconds(rows, *linear, dtype) for linear in linears]
+        times = [linear_seconds(rows, *linear, dtype) for linear in linears(shape)]
         return tuple(shape.num_layers * sum(direction) for direction in zip(*times))
 
     def head(rows: int) -> tuple[float, float]:

@@ -10,19 +10,15 @@ end, on a GPU by the driver's own figure. Its last line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from offload import memcpy, save_model, settings_for
+from offload import bench_arguments, memcpy, save_model, seconds, settings_for
 
 from rlhf_mc.config import Optim
-from rlhf_mc.launch import quiet_libraries, use_share_of_cores
 
 
 class Bench:
@@ -51,26 +47,14 @@ class Bench:
         with self.residency.on_device(self.models[position].role, self.parts):
             pass
 
-    def seconds(self, move: Callable[[], None]) -> float:
-        """Of one move, until it is done."""
-        self.wait()
-        start = time.perf_counter()
-        move()
-        self.wait()
-        return time.perf_counter() - start
-
-    def wait(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize()
-
     def swap(self, leaves: int) -> tuple[float, dict[str, int]]:
         """(seconds, bytes by direction) of one swap of a role that has just been updated."""
         self.bring(leaves)
         self.residency.ledger.metrics()
         self.models[leaves].version += 1
-        seconds = self.seconds(lambda: self.bring(1 - leaves))
+        spent = seconds(lambda: self.bring(1 - leaves))
         moved = self.residency.ledger.moved()
-        return seconds, {d: sum(n for route, n in moved.items() if route.direction == d) for d in ("to_host", "to_device")}
+        return spent, {d: sum(n for route, n in moved.items() if route.direction == d) for d in ("to_host", "to_device")}
 
     def memcpy_rates(self) -> dict[str, float]:
         """Bytes a second of flat copies of the larger role, in each direction, the device otherwise empty."""
@@ -80,37 +64,31 @@ class Bench:
         with self.residency.nobody_on_device():
             device = torch.ones(num_bytes, dtype=torch.uint8, device=self.world.device)
             host = HostBuffer(num_bytes, self.world.device, "limit").bytes.fill_(1)
-            out = statistics.median(self.seconds(lambda: memcpy(host, device)) for _ in range(5))
-            back = statistics.median(self.seconds(lambda: memcpy(device, host)) for _ in range(5))
+            out = statistics.median(seconds(lambda: memcpy(host, device)) for _ in range(5))
+            back = statistics.median(seconds(lambda: memcpy(device, host)) for _ in range(5))
         return {"to_host": num_bytes / out, "to_device": num_bytes / back}
 
 
 def main() -> None:
     """Measures, prints, and the JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--parameters-m", type=float, default=80.0, help="millions of parameters of each role")
-    arguments = parser.parse_args()
-    quiet_libraries()
-    use_share_of_cores()
+    arguments = bench_arguments(__doc__)
     from rlhf_mc.offload.text import readable  # after the libraries under it were told to be quiet
 
     bench = Bench(arguments.dtype, arguments.parameters_m)
     bench.swap(0)
     measured, limits = [], []
     for i in range(arguments.repeats):
-        seconds, moved = bench.swap(i % 2)
+        spent, moved = bench.swap(i % 2)
         rates = bench.memcpy_rates()
         each_way = [num_bytes / rates[direction] for direction, num_bytes in moved.items()]
-        measured.append(seconds)
+        measured.append(spent)
         limits.append(max(each_way) if bench.on_gpu else sum(each_way))
-    seconds, limit = statistics.median(measured), statistics.median(limits)
+    median, limit = statistics.median(measured), statistics.median(limits)
     print(f"{arguments.dtype}, {bench.world.device.type}: {readable(moved['to_host'])} out, {readable(moved['to_device'])} in")
-    print(f"swap {seconds:.3f} s, limit {limit:.3f} s ({'the slower direction' if bench.on_gpu else 'both directions, one memory'})")
+    print(f"swap {median:.3f} s, limit {limit:.3f} s ({'the slower direction' if bench.on_gpu else 'both directions, one memory'})")
     with bench.residency.nobody_on_device():
         print(bench.residency.residue())
-    result = dict(name="swap", measured=seconds, limit=limit, ratio=limit / seconds, unit="s")
+    result = dict(name="swap", measured=median, limit=limit, ratio=limit / median, unit="s")
     print(json.dumps(result))
 
 

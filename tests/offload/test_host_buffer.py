@@ -81,11 +81,12 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def test_memory_lies_in_huge_pages():
     buffer = HostBuffer(64 << 20, torch.device("cpu"), "actor params")
     buffer.bytes.fill_(1)
+    inside, huge_kib = False, None
     with open("/proc/self/smaps") as smaps:
-        inside = False
         for line in smaps:
             bounds = re.match("([0-9a-f]+)-([0-9a-f]+) ", line)
             if bounds:
                 inside = int(bounds[1], 16) <= buffer.address < int(bounds[2], 16)
             elif inside and line.startswith("AnonHugePages:"):
-                assert int(line.split()[1]) >= 32 << 10
+                huge_kib = int(line.split()[1])
+    assert huge_kib is not None and huge_kib >= 32 << 10
