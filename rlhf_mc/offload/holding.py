@@ -29,7 +29,7 @@ class Piece(NamedTuple):
         return whole if group is None else whole.chunk(group.size())[group.rank()]
 
 
-@dataclass
+@dataclass(eq=False)  # one holding is never another, whatever they hold
 class Holding:
     """resident: on the device, or on its way there.  host: its copy; none for gradients.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from end_to_end.job import ROOT, Job, start
-from end_to_end.task import Task, make_task, written
+from end_to_end.task import Task, written
 
 from rlhf_mc.config import ConfigError
 from rlhf_mc.launch import refuse_foreign_apex
@@ -48,11 +48,6 @@ MESSAGES = {
     "wrong_type": ['trainer.iterations: "many" is str; expected int'],
     "nothing_pays": ["pay nothing; name a reward model or a reward function"],
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory) -> Task:
-    return make_task(tmp_path_factory.mktemp("task"))
 
 
 def changed_model(task: Task, name: str, **config: object) -> str:

@@ -13,17 +13,12 @@ from pathlib import Path
 
 import pytest
 from end_to_end.job import Job, start
-from end_to_end.task import Task, make_task, written
+from end_to_end.task import written
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SECONDS_TO_DIE = 10.0
 _SLOW = "def reward(sample):\n    import time\n    time.sleep(0.2)\n    return 1.0\n"
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory) -> Task:
-    return make_task(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture

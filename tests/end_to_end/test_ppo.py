@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from end_to_end.job import start
-from end_to_end.task import Task, make_task, written
+from end_to_end.task import Task, written
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -39,11 +39,6 @@ class Run:
     def samples(self) -> list[dict]:
         """The rows of samples.jsonl."""
         return [json.loads(line) for line in (self.directory / "samples.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory) -> Task:
-    return make_task(tmp_path_factory.mktemp("task"))
 
 
 def run(task: Task, name: str, family: str, **overrides: str) -> Run:
