@@ -25,13 +25,13 @@ def ppo(settings: Settings) -> None:
     with start_ppo(settings) as run:
         before = evaluate(run, iteration=0)
         for iteration in range(trainer.iterations):
-            sync_weights(run)
+            synced = sync_weights(run)
             experience = make_experience(run, iteration)
             metrics = train(run, experience, iteration)
             if trainer.evaluate_every and (iteration + 1) % trainer.evaluate_every == 0:
                 metrics |= evaluate(run, iteration + 1)
             run.tracker.samples(iteration, sample_rows(run, experience), show=iteration == 0)
-            run.tracker.log(iteration, metrics | iteration_metrics(run, experience))
+            run.tracker.log(iteration, synced | metrics | iteration_metrics(run, experience))
         finish(run, before, after=evaluate(run, trainer.iterations))
 
 

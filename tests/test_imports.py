@@ -28,13 +28,13 @@ SIDE_ROOMS = {"data", "rewards", "tracking"}  # import settings and records only
 
 WITHOUT_MEGATRON = [
     "config contradictions config_keys recipe batch algorithms data rewards tracking plan launch",
-    "parallel/grids parallel/microbatches parallel/logprobs",
+    "parallel/grids parallel/reshard parallel/microbatches parallel/logprobs",
     "models/hf_config models/weight_layout models/loss",
     "pipeline/dispatch pipeline/schedule",
 ]
 WITHOUT_TORCH = [
     "config contradictions config_keys recipe",
-    "models/hf_config models/weight_layout parallel/grids parallel/microbatches",
+    "models/hf_config models/weight_layout parallel/grids parallel/reshard parallel/microbatches",
 ]
 
 
@@ -118,8 +118,10 @@ def test_the_checks_see_the_package() -> None:
     assert room_of("rlhf_mc.parallel.world") == "parallel" and room_of("rlhf_mc.config") == "config"
 
 
-def test_vllm_is_imported_in_one_file_only() -> None:
-    assert [name for name, file in MODULES.items() if uses(imports_of(file), "vllm")] == ["rlhf_mc.pipeline.engine"]
+def test_vllm_is_imported_by_the_engine_and_its_parts_only() -> None:
+    engine, parts = "rlhf_mc.pipeline.engine", "rlhf_mc.pipeline.vllm_parts"
+    assert [name for name, file in MODULES.items() if uses(imports_of(file), "vllm")] == [engine, parts]
+    assert [name for name, file in MODULES.items() if parts in imports_of(file)] == [engine]
 
 
 @pytest.mark.parametrize("module", modules_named(WITHOUT_MEGATRON))

@@ -6,6 +6,7 @@ Imports no torch, so that settings and plans can be checked before anything heav
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ FAMILIES = {
     "Qwen2ForSequenceClassification": "qwen2",
     "Qwen3ForSequenceClassification": "qwen3",
 }
+
+
+VOCAB_PADDING = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,8 @@ class ModelShape:
     has_value_head: bool
 
     def padded_vocab(self, tensor_parallel: int) -> int:
-        """Rows of the embedding in the trainer: a multiple of 8 for each tensor-parallel rank."""
-        unit = 8 * tensor_parallel
+        """Rows of the embedding in the trainer: padded as vLLM pads, so that shards of both begin at the same rows."""
+        unit = math.lcm(VOCAB_PADDING, tensor_parallel)
         return -(-self.vocab // unit) * unit
 
     def check_layout(self, tensor: int, pipeline: int, key: str) -> None:

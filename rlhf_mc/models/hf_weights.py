@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from rlhf_mc.config import ConfigError
 from rlhf_mc.models.hf_config import ModelShape
-from rlhf_mc.models.weight_layout import Piece, Shard, hf_shapes, pieces_of
+from rlhf_mc.models.weight_layout import Shard, hf_shapes, pieces_of
+from rlhf_mc.parallel.reshard import Piece
 from rlhf_mc.parallel.world import World
 
 _BUCKET_BYTES = 64 << 20
@@ -53,19 +54,19 @@ class _Checkpoint:
 
     def read(self, piece: Piece, dims: tuple[int, ...]) -> Tensor:
         """The piece's rows or columns, on the host. `dims`: the shape that the whole tensor must have."""
-        file = self.files.get(piece.hf_name)
+        file = self.files.get(piece.name)
         if file is None:
-            raise ConfigError(f"{self.key}: '{self.directory}' lacks the tensor {piece.hf_name}")
+            raise ConfigError(f"{self.key}: '{self.directory}' lacks the tensor {piece.name}")
         if file not in self._handles:
             self._handles[file] = self._open.enter_context(safe_open(self.directory / file, framework="pt"))
-        tensor = self._handles[file].get_slice(piece.hf_name)
+        tensor = self._handles[file].get_slice(piece.name)
         if tuple(tensor.get_shape()) != dims:
             raise ConfigError(
-                f"{self.key}: {piece.hf_name} in '{self.directory}' has shape {tuple(tensor.get_shape())}, "
+                f"{self.key}: {piece.name} in '{self.directory}' has shape {tuple(tensor.get_shape())}, "
                 f"but its config.json implies {dims}; weights and config are not of the same model"
             )
-        end = piece.hf_start + piece.length
-        return tensor[piece.hf_start : end] if piece.dim == 0 else tensor[:, piece.hf_start : end]
+        end = piece.whole_start + piece.length
+        return tensor[piece.whole_start : end] if piece.dim == 0 else tensor[:, piece.whole_start : end]
 
 
 def load_hf_weights(module: nn.Module, shape: ModelShape, shard: Shard, directory: str, key: str) -> None:
@@ -80,10 +81,10 @@ def load_hf_weights(module: nn.Module, shape: ModelShape, shard: Shard, director
         for param in params.values():
             param.zero_()
         for piece in pieces_of(shape, shard):
-            if piece.hf_name == "score.weight" and piece.hf_name not in checkpoint.files:
+            if piece.name == "score.weight" and piece.name not in checkpoint.files:
                 continue
             target = params[piece.param]
-            target.narrow(piece.dim, piece.start, piece.length).copy_(checkpoint.read(piece, shapes[piece.hf_name]))
+            target.narrow(piece.dim, piece.start, piece.length).copy_(checkpoint.read(piece, shapes[piece.name]))
 
 
 def _buckets(shapes: dict[str, tuple[int, ...]], element_bytes: int) -> Iterator[list[str]]:
@@ -130,7 +131,7 @@ def _gather_bucket(
             for piece in pieces.get(name, ()):
                 size = _size(piece, shapes[name])
                 part = everyone[rank, place : place + size.numel()].view(size)
-                whole[name].narrow(piece.dim, piece.hf_start, piece.length).copy_(part)
+                whole[name].narrow(piece.dim, piece.whole_start, piece.length).copy_(part)
                 place += size.numel()
     return whole
 
@@ -146,9 +147,9 @@ def _owned_pieces(shape: ModelShape, world: World, value_head: bool) -> list[dic
         stage, tensor_rank = divmod(position, grid.tensor)
         by_name: dict[str, list[Piece]] = {}
         for piece in pieces_of(shape, Shard.of(shape, grid.tensor, tensor_rank, grid.pipeline, stage, value_head)):
-            whole = piece.length == shapes[piece.hf_name][piece.dim]
+            whole = piece.length == shapes[piece.name][piece.dim]
             if piece.owner and (tensor_rank == 0 or not whole):
-                by_name.setdefault(piece.hf_name, []).append(piece)
+                by_name.setdefault(piece.name, []).append(piece)
         owned.append(by_name)
     return owned
 

@@ -1,7 +1,7 @@
 """Which rows or columns of which Hugging Face tensor make up each parameter of one rank's shard. Pure; no torch.
 
-Import, export and weight sync all read this one map, each in its own direction.
-Names on the trainer's side are those of megatron-core's GPTModel with local (unfused) layers.
+Two maps: of the trainer's shard (`pieces_of`; import, export and weight sync read it) with the names of megatron-core's
+GPTModel with local (unfused) layers, and of the engine's (`engine_pieces`; weight sync) with vLLM's names.
 """
 
 from __future__ import annotations
@@ -9,27 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rlhf_mc.models.hf_config import ModelShape
+from rlhf_mc.models.hf_config import VOCAB_PADDING, ModelShape
+from rlhf_mc.parallel.reshard import Piece
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """`length` rows (dim 0) or columns (dim 1) of `hf_name` from `hf_start`, held in `param` from `start`.
-
-    owner: whether this copy is the one to export (the second copy of tied embeddings is not).
-    """
-
-    param: str
-    hf_name: str
-    dim: int
-    start: int
-    hf_start: int
-    length: int
-    owner: bool = True
 
 
 @dataclass(frozen=True)
@@ -78,12 +63,12 @@ def hf_shapes(shape: ModelShape, value_head: bool) -> dict[str, tuple[int, ...]]
     return shapes
 
 
-def _vocabulary_piece(shape: ModelShape, shard: Shard, param: str, hf_name: str, owner: bool) -> Iterator[Piece]:
+def _vocabulary_piece(shape: ModelShape, shard: Shard, param: str, name: str, owner: bool) -> Iterator[Piece]:
     rows = shape.padded_vocab(shard.tensor) // shard.tensor
     start = shard.tensor_rank * rows
     length = min(shape.vocab, start + rows) - start
     if length > 0:
-        yield Piece(param, hf_name, 0, 0, start, length, owner)
+        yield Piece(param, name, 0, 0, start, length, owner)
 
 
 def _attention_pieces(shape: ModelShape, shard: Shard, ours: str, theirs: str) -> Iterator[Piece]:
@@ -137,3 +122,45 @@ def pieces_of(shape: ModelShape, shard: Shard) -> list[Piece]:
         elif not shard.is_first_stage:
             pieces += _vocabulary_piece(shape, shard, OUTPUT, "model.embed_tokens.weight", False)
     return pieces
+
+
+def engine_pieces(shape: ModelShape, tensor: int, tensor_rank: int) -> list[Piece]:
+    """All pieces of one engine rank's shard, by vLLM's names, in the order of the Hugging Face checkpoint.
+
+    vLLM keeps q, k and v, and gate and up, in one weight each; where there are more ranks than key/value heads, ranks share a
+    head. A tied output layer is the embedding itself. Padded rows of the vocabulary belong to no piece.
+    """
+    pieces = _engine_vocabulary(shape, tensor, tensor_rank, "model.embed_tokens.weight")
+    for layer in range(shape.num_layers):
+        pieces += _engine_layer(shape, tensor, tensor_rank, f"model.layers.{layer}.")
+    pieces.append(Piece("model.norm.weight", "model.norm.weight", 0, 0, 0, shape.hidden))
+    if not shape.tied:
+        pieces += _engine_vocabulary(shape, tensor, tensor_rank, "lm_head.weight")
+    return pieces
+
+
+def _engine_vocabulary(shape: ModelShape, tensor: int, tensor_rank: int, name: str) -> list[Piece]:
+    rows = -(-shape.vocab // VOCAB_PADDING) * VOCAB_PADDING // tensor
+    start = tensor_rank * rows
+    length = min(shape.vocab, start + rows) - start
+    return [Piece(name, name, 0, 0, start, length)] if length > 0 else []
+
+
+def _engine_layer(shape: ModelShape, tensor: int, tensor_rank: int, at: str) -> Iterator[Piece]:
+    d, hidden, width = shape.head_dim, shape.hidden, shape.ffn // tensor
+    heads, kv_heads = shape.num_heads // tensor, max(1, shape.num_kv_heads // tensor)
+    kv_start = tensor_rank * shape.num_kv_heads // tensor * d
+    yield Piece(f"{at}input_layernorm.weight", f"{at}input_layernorm.weight", 0, 0, 0, hidden)
+    for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+        qkv = f"{at}self_attn.qkv_proj.{kind}"
+        yield Piece(qkv, f"{at}self_attn.q_proj.{kind}", 0, 0, tensor_rank * heads * d, heads * d)
+        yield Piece(qkv, f"{at}self_attn.k_proj.{kind}", 0, heads * d, kv_start, kv_heads * d)
+        yield Piece(qkv, f"{at}self_attn.v_proj.{kind}", 0, (heads + kv_heads) * d, kv_start, kv_heads * d)
+    if shape.qk_norm:
+        for norm in ("q_norm", "k_norm"):
+            yield Piece(f"{at}self_attn.{norm}.weight", f"{at}self_attn.{norm}.weight", 0, 0, 0, d)
+    yield Piece(f"{at}self_attn.o_proj.weight", f"{at}self_attn.o_proj.weight", 1, 0, tensor_rank * heads * d, heads * d)
+    yield Piece(f"{at}post_attention_layernorm.weight", f"{at}post_attention_layernorm.weight", 0, 0, 0, hidden)
+    yield Piece(f"{at}mlp.gate_up_proj.weight", f"{at}mlp.gate_proj.weight", 0, 0, tensor_rank * width, width)
+    yield Piece(f"{at}mlp.gate_up_proj.weight", f"{at}mlp.up_proj.weight", 0, width, tensor_rank * width, width)
+    yield Piece(f"{at}mlp.down_proj.weight", f"{at}mlp.down_proj.weight", 1, 0, tensor_rank * width, width)

@@ -11,48 +11,6 @@ from rlhf_mc.config import ConfigError
 
 
 @dataclass(frozen=True)
-class RolloutGrid:
-    """The engine's view of the ranks: replicas of the policy, each split over `tensor` neighbouring ranks.
-
-    Raises ConfigError where the ranks cannot be divided into whole replicas.
-    """
-
-    world_size: int
-    rank: int
-    tensor: int
-
-    def __post_init__(self) -> None:
-        if self.tensor < 1 or self.world_size % self.tensor:
-            raise ConfigError(
-                f"rollout.tensor_parallel: {self.world_size} ranks cannot be divided into replicas of {self.tensor} ranks; "
-                "start a multiple of it, or choose a rollout.tensor_parallel that divides the number of ranks"
-            )
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank {self.rank} is not one of {self.world_size} ranks")
-
-    @property
-    def num_replicas(self) -> int:
-        """Engines that generate side by side, each holding the whole policy."""
-        return self.world_size // self.tensor
-
-    @property
-    def replica(self) -> int:
-        """Index of the replica that this rank belongs to."""
-        return self.rank // self.tensor
-
-    @property
-    def tensor_rank(self) -> int:
-        """Index of this rank's shard in its replica; 0 speaks for the replica."""
-        return self.rank % self.tensor
-
-    def ranks_of(self, replica: int) -> range:
-        """The ranks of one replica, in the order of their shards."""
-        if not 0 <= replica < self.num_replicas:
-            raise ValueError(f"replica {replica} is not one of {self.num_replicas} replicas")
-        return range(replica * self.tensor, (replica + 1) * self.tensor)
-
-
-@dataclass(frozen=True)
 class TrainingGrid:
     """The trainer's view of the ranks: megatron-core's order, tensor fastest, then data, then pipeline.
 
@@ -70,6 +28,8 @@ class TrainingGrid:
                 f"parallel: {self.world_size} ranks cannot be divided into tensor {self.tensor} x pipeline {self.pipeline}; "
                 "start a multiple of their product, or lower parallel.tensor or parallel.pipeline"
             )
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} is not one of {self.world_size} ranks")
 
     @property
     def data(self) -> int:
@@ -106,10 +66,85 @@ class TrainingGrid:
         """Whether this rank's numbers count when those of all ranks are added: one rank for each data-parallel copy."""
         return self.is_last_stage and self.tensor_rank == 0
 
+    def rank_at(self, tensor_rank: int, data_rank: int, stage: int) -> int:
+        """The rank in that place of the grid."""
+        return (stage * self.data + data_rank) * self.tensor + tensor_rank
+
     def model_ranks(self) -> list[int]:
         """The ranks that together hold this rank's copy of the model, by stage, then tensor rank."""
+        return [self.rank_at(t, self.data_rank, stage) for stage in range(self.pipeline) for t in range(self.tensor)]
+
+
+@dataclass(frozen=True)
+class RolloutGrid:
+    """The engine's view of the ranks: replicas of the policy, each split over `tensor` ranks of one copy of the trained model.
+
+    Ranks of a copy are taken tensor-major, all pipeline stages of tensor rank 0 first, and neighbours in that order hold the
+    same shard of the engine, each for another replica. So a rank's rollout shard contains its training shard wherever
+    rollout TP divides training TP: HybridFlow's grouping (arXiv:2409.19256, section 5.3), with pipeline stages folded in. A
+    replica's ranks lie at intervals then, not side by side.
+    Raises ConfigError where a copy of the model cannot be divided into whole replicas.
+    """
+
+    training: TrainingGrid
+    tensor: int
+
+    def __post_init__(self) -> None:
+        model = self.training.tensor * self.training.pipeline
+        if self.tensor < 1 or model % self.tensor:
+            raise ConfigError(
+                f"rollout.tensor_parallel: the {model} ranks of one copy of the model (parallel.tensor {self.training.tensor} x "
+                f"parallel.pipeline {self.training.pipeline}) cannot be divided into replicas of {self.tensor} ranks; "
+                "choose a rollout.tensor_parallel that divides their number"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.training.world_size
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.training.rank
+
+    @property
+    def replicas_per_model(self) -> int:
+        """Replicas on the ranks of one copy of the trained model."""
+        return self.training.tensor * self.training.pipeline // self.tensor
+
+    @property
+    def num_replicas(self) -> int:
+        """Engines that generate side by side, each holding the whole policy."""
+        return self.training.data * self.replicas_per_model
+
+    @property
+    def replica(self) -> int:
+        """Index of the replica that this rank belongs to."""
+        return self.training.data_rank * self.replicas_per_model + self._order % self.replicas_per_model
+
+    @property
+    def tensor_rank(self) -> int:
+        """Index of this rank's shard in its replica; 0 speaks for the replica."""
+        return self._order // self.replicas_per_model
+
+    @property
+    def _order(self) -> int:
+        return self.training.tensor_rank * self.training.pipeline + self.training.stage
+
+    def ranks_of(self, replica: int) -> list[int]:
+        """The ranks of one replica, in the order of their shards."""
+        if not 0 <= replica < self.num_replicas:
+            raise ValueError(f"replica {replica} is not one of {self.num_replicas} replicas")
+        data_rank, seat = divmod(replica, self.replicas_per_model)
+        places = (divmod(shard * self.replicas_per_model + seat, self.training.pipeline) for shard in range(self.tensor))
+        return [self.training.rank_at(tensor_rank, data_rank, stage) for tensor_rank, stage in places]
+
+    def shards_of_model(self) -> list[int]:
+        """For each rank of a copy of the trained model, in the order of `TrainingGrid.model_ranks`, its shard in its replica."""
+        training = self.training
         return [
-            stage * self.tensor * self.data + self.data_rank * self.tensor + t
-            for stage in range(self.pipeline)
-            for t in range(self.tensor)
+            (tensor_rank * training.pipeline + stage) // self.replicas_per_model
+            for stage in range(training.pipeline)
+            for tensor_rank in range(training.tensor)
         ]

@@ -1,4 +1,4 @@
-"""vLLM in this rank's process: sampling, weights in, sleep. The only file that imports vllm.
+"""vLLM in this rank's process: sampling, weights in, sleep. Only this file and vllm_parts.py import vllm.
 
 Every rank makes an Engine; the ranks of one replica then call the same methods with the same arguments, in the same
 order: each has a scheduler of its own, and they stay in step because they see the same requests. Who gets which prompt
@@ -28,8 +28,10 @@ from torch import Tensor
 
 from rlhf_mc.config import ConfigError, Rollout
 from rlhf_mc.models.hf_config import ModelShape, read_shape
-from rlhf_mc.models.weight_layout import hf_shapes
+from rlhf_mc.models.weight_layout import engine_pieces, hf_shapes
+from rlhf_mc.parallel.exchange import Blocks, Write
 from rlhf_mc.parallel.grids import RolloutGrid
+from rlhf_mc.parallel.reshard import Piece
 from rlhf_mc.pipeline.dispatch import Completion, SampleRequest
 
 if TYPE_CHECKING:
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
 _DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 _GIB = 2**30
 _BLOCK_TOKENS = 32  # of the KV cache and of cached prefixes; vLLM's CPU attention needs a multiple of 32
-_EMBEDDING = "model.embed_tokens.weight"
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -63,7 +64,7 @@ def stop_token_ids(model_path: str, tokenizer_eos_id: int | None = None) -> list
 
 
 class Engine:
-    """One rank's part of a vLLM replica. It starts with random weights, and refuses to generate until `load_weights`."""
+    """One rank's part of a vLLM replica. It starts with random weights, and refuses to generate until `weight_update`."""
 
     def __init__(
         self,
@@ -86,22 +87,27 @@ class Engine:
         self._max_model_len = max_prompt_tokens + settings.max_tokens
         self._cuda = torch.cuda.is_available()
         self._shape = read_shape(model_path, "actor.path")
+        self._shard_numel = _numel(engine_pieces(self._shape, grid.tensor, grid.tensor_rank), self._shape)
         check_settings(self._shape, settings, dtype, max_prompt_tokens)
         check_memory(settings, grid)
         with _environment(self._cuda), _rng_kept(), _torch_threads_kept():
             self._llm = self._start(model_path, dtype, grid, seed)
         self.weight_version: int | None = None
         self._kv_cache_awake = True
-        self._load_unfinished = False
+        self._update_unfinished = False
 
     def _start(self, model_path: str, dtype: str, grid: RolloutGrid, seed: int) -> LLM:
         """Collective over all ranks: vLLM with this rank in its place.
 
-        Weights are random ("dummy"): all of them arrive by `load_weights` before the first use, so that reading them
+        Weights are random ("dummy"): all of them arrive by `weight_update` before the first use, so that reading them
         from disk would only cost time, and would hide a sync that was forgotten.
         """
         from vllm import LLM
+        from vllm.config import WeightTransferConfig
 
+        from rlhf_mc.pipeline.vllm_parts import BLOCKS_BACKEND, executor_for, register_blocks_engine
+
+        register_blocks_engine()
         if not self._cuda:
             _check_head_dim(self._shape.head_dim)
         ident = _agreed_ident()
@@ -112,7 +118,8 @@ class Engine:
             dtype={"fp32": "float32", "bf16": "bfloat16"}[dtype],
             load_format="dummy",
             tensor_parallel_size=grid.tensor,
-            distributed_executor_backend="external_launcher" if self._cuda else _cpu_executor(ident),
+            distributed_executor_backend=executor_for(grid, ident),
+            weight_transfer_config=WeightTransferConfig(backend=BLOCKS_BACKEND),
             enforce_eager=self._settings.enforce_eager,
             max_model_len=self._max_model_len,
             max_num_seqs=self._settings.max_running_sequences,
@@ -133,7 +140,7 @@ class Engine:
 
         Log-probs are those of the distribution sampled from: temperature applied; before `min_tokens` without the stop
         tokens, the others renormalised, which a trainer must do as well. Greedy ones are at temperature 1.
-        Raises EngineError before the first `load_weights`, for another version than asked, while asleep, for a
+        Raises EngineError before the first `weight_update`, for another version than asked, while asleep, for a
         request that does not fit, and where a log-prob is not finite.
         """
         self._check_ready(version)
@@ -146,11 +153,26 @@ class Engine:
             outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
         return [_completion(output) for output in outputs]
 
+    def logprobs(self, token_ids: list[int], *, version: int) -> Tensor:
+        """Collective over the replica's ranks: float32[len - 1], the model's log-prob of each token after the first, at temperature 1.
+
+        Computed afresh, not from cached prefixes. Raises EngineError as `generate` does.
+        """
+        self._check_ready(version)
+        self._check_requests([SampleRequest(token_ids, seed=0, max_tokens=1)])
+        from vllm import SamplingParams
+
+        with _rng_kept():
+            parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+            output = self._llm.generate([{"prompt_token_ids": token_ids}], parameters, use_tqdm=False)[0]
+        positions = zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
+        return torch.tensor([position[token].logprob for position, token in positions])
+
     def _check_ready(self, version: int) -> None:
         if self.weight_version is None:
-            raise EngineError("the engine holds no weights yet, or lost them in sleep; call load_weights first")
+            raise EngineError("the engine holds no weights yet, or lost them in sleep; sync first")
         if self.weight_version != version:
-            raise EngineError(f"the engine holds weights {self.weight_version}, not {version}; sync with load_weights first")
+            raise EngineError(f"the engine holds weights {self.weight_version}, not {version}; sync first")
         if not self._kv_cache_awake:
             raise EngineError("the engine's KV cache is asleep; call wake_kv_cache first")
 
@@ -178,22 +200,38 @@ class Engine:
             detokenize=False,
         )
 
-    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights by `named`: Hugging Face names, whole tensors, the same on every rank of the replica.
+    @contextlib.contextmanager
+    def weight_update(self, version: int) -> Iterator[Write]:
+        """Replaces all weights by version `version`, which the engine holds at the end of the block. Local to the rank.
 
-        A tied model is sent without lm_head.weight. vLLM keeps the tensors of a layer until it has all of them: do not
-        reuse their memory while the iterator runs. Forgets cached prefixes. Raises EngineError for an unknown name, a wrong
-        shape, a name sent twice or missing. The engine is then of no more use: vLLM cannot take back half a load.
+        Gives the function that writes blocks of this rank's shard and says where they lie afterwards. Forgets cached prefixes.
+        Raises EngineError where blocks are missing at the end. After an error in the block the engine is of no more use:
+        vLLM cannot take back half an update.
         """
-        if self._load_unfinished:
-            raise EngineError("an earlier load_weights failed and left parts of two versions in the engine; start the run again")
-        self.weight_version, self._load_unfinished = None, True
-        missing = hf_shapes(self._shape, value_head=False)
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": _checked(named, missing, self._shape.tied)})
+        if self._update_unfinished:
+            raise EngineError("an earlier weight update failed and left parts of two versions in the engine; start the run again")
+        self.weight_version, self._update_unfinished = None, True
+        missing = self._shard_numel
+
+        def write(blocks: Blocks) -> list[Tensor]:
+            nonlocal missing
+            missing -= sum(block.numel for block, _ in blocks)
+            written: list[Tensor] = []
+            self._llm.collective_rpc("update_weights", kwargs={"update_info": {"blocks": blocks, "written": written}})
+            return written
+
+        self._llm.collective_rpc("start_weight_update")
+        yield write
         if missing:
-            raise EngineError(f"load_weights: {len(missing)} weights were not sent: {', '.join(list(missing)[:5])}")
+            raise EngineError(f"weight update {version}: {missing} elements of this rank's shard were not sent, or sent twice")
+        self._llm.collective_rpc("finish_weight_update")
         self._llm.reset_prefix_cache()
-        self.weight_version, self._load_unfinished = version, False
+        self.weight_version, self._update_unfinished = version, False
+
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether weight updates go straight into the weights that vLLM computes from; else through its reload."""
+        return self._llm.collective_rpc(lambda worker: worker.weight_transfer_engine.writes_in_place)[0]
 
     def sleep(self) -> None:
         """Give the device memory of weights and KV cache back; both are lost.
@@ -206,7 +244,7 @@ class Engine:
             self._llm.sleep(level=2)
 
     def wake_weights(self) -> None:
-        """Take device memory for the weights again; `load_weights` must follow. Nothing to do on CPU, see `sleep`."""
+        """Take device memory for the weights again; `weight_update` must follow. Nothing to do on CPU, see `sleep`."""
         if self._cuda:
             self._llm.wake_up(tags=["weights"])
 
@@ -269,19 +307,10 @@ def _kv_cache_bytes(shape: ModelShape, num_tokens: int, tensor_parallel: int, dt
     return 2 * shape.num_layers * heads * shape.head_dim * num_blocks * _BLOCK_TOKENS * dtype_bytes
 
 
-def _checked(
-    named: Iterable[tuple[str, Tensor]], missing: dict[str, tuple[int, ...]], tied: bool
-) -> Iterator[tuple[str, Tensor]]:
-    """Pass weights through, taking each out of `missing`; EngineError for one that is not in it or has another shape."""
-    for name, weight in named:
-        if name not in missing:
-            raise EngineError(f"load_weights: {name} was sent twice, or is no weight of the model")
-        if missing[name] != tuple(weight.shape):
-            raise EngineError(f"load_weights: {name} has shape {tuple(weight.shape)}; the model has {missing[name]}")
-        del missing[name]
-        yield name, weight
-        if tied and name == _EMBEDDING:
-            yield "lm_head.weight", weight  # vLLM's CPU build packs a copy for the output layer, which would stay as it was
+def _numel(pieces: Iterable[Piece], shape: ModelShape) -> int:
+    """Elements of one engine rank's shard."""
+    shapes = hf_shapes(shape, value_head=False)
+    return sum(math.prod(shapes[p.name]) // shapes[p.name][p.dim] * p.length for p in pieces)
 
 
 def _completion(output: RequestOutput) -> Completion:
@@ -309,24 +338,6 @@ def _agreed_ident() -> str:
     ident = [f"rlhf_mc-{uuid.uuid4().hex[:12]}"]
     dist.broadcast_object_list(ident, src=0)
     return ident[0]
-
-
-def _cpu_executor(ident: str) -> type:
-    """vLLM's executor for torchrun, whose shared-memory segments carry `ident`.
-
-    vLLM derives their names from the last part of the init method. Under torchrun that is empty, so that two jobs on one
-    host would take each other's segments. The method itself is not used: torch.distributed is initialised already.
-    """
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
-
-    class TorchrunExecutor(ExecutorWithExternalLauncher):
-        """The external launcher with a name of its own."""
-
-        def _distributed_args(self) -> tuple[str, int, int]:
-            _, rank, local_rank = super()._distributed_args()
-            return f"file:///{ident}", rank, local_rank
-
-    return TorchrunExecutor
 
 
 def _forget_shared_memory_names(ident: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.algorithms.kl import KLController
+from rlhf_mc.batch import SequenceBatch
 from rlhf_mc.config import Settings
 from rlhf_mc.data import Encoder, PretrainText, PromptSource, check_same_vocabulary, load_tokenizer, read_rows
 from rlhf_mc.models.heads import Sampling
@@ -16,9 +17,11 @@ from rlhf_mc.models.hf_config import read_shape
 from rlhf_mc.models.optimizer import kernels_in_use
 from rlhf_mc.models.role import Role, RoleModel, build_role
 from rlhf_mc.offload import ModelState, Residency, plan_residency
+from rlhf_mc.parallel.exchange import Reshard
 from rlhf_mc.parallel.grids import RolloutGrid
 from rlhf_mc.parallel.world import World, join_world
 from rlhf_mc.pipeline.engine import Engine, check_memory, check_settings, stop_token_ids
+from rlhf_mc.pipeline.weight_sync import plan_weight_sync, probe_sequence
 from rlhf_mc.rewards.pool import RewardPool
 from rlhf_mc.tracking import StageClock, Tracker
 
@@ -44,6 +47,7 @@ class Run:
 
     roles: the models by role; the reward model is absent where only functions pay.
     sampling: how the engine draws tokens, for the trainer's log-probs.  weight_version: updates of the actor so far.
+    reshard, probe: how the actor's shards become the engine's, and the sequence that proves it.
     """
 
     settings: Settings
@@ -56,6 +60,8 @@ class Run:
     residency: Residency
     engine: Engine
     rollout_grid: RolloutGrid
+    reshard: Reshard
+    probe: SequenceBatch
     reward_pool: RewardPool
     sampling: Sampling
     kl: KLController
@@ -157,7 +163,7 @@ def start_ppo(settings: Settings) -> Iterator[Run]:
     with ExitStack() as stack:
         pool = stack.enter_context(RewardPool(reward.functions, reward.num_workers, reward.timeout_seconds, reward.max_error_rate))
         world = join_world(settings)
-        grid = RolloutGrid(world.size, world.rank, rollout.tensor_parallel)
+        grid = RolloutGrid(world.grid, rollout.tensor_parallel)
         check_memory(rollout, grid)
         tracker = stack.enter_context(Tracker(settings, world.rank, settings.trainer.iterations))
         sources.report(tracker)
@@ -167,6 +173,8 @@ def start_ppo(settings: Settings) -> Iterator[Run]:
         trainer = settings.trainer
         engine = Engine(settings.actor.path, rollout, trainer.dtype, grid, trainer.seed, settings.data.max_prompt_tokens, stops)
         stack.callback(engine.close)
+        reshard = plan_weight_sync(roles[Role.ACTOR], grid)
+        tracker.say(f"weight sync: {reshard.plan.explanation()}")
         yield Run(
             settings=settings,
             world=world,
@@ -178,6 +186,8 @@ def start_ppo(settings: Settings) -> Iterator[Run]:
             residency=residency,
             engine=engine,
             rollout_grid=grid,
+            reshard=reshard,
+            probe=probe_sequence(sources.prompts.batch(0).prompt(0), roles[Role.ACTOR].shape.vocab, settings.data.max_prompt_tokens),
             reward_pool=pool,
             sampling=Sampling(rollout.temperature, rollout.min_tokens, tuple(stops)),
             kl=KLController.from_settings(settings.algorithm.kl),

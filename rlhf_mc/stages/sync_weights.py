@@ -1,21 +1,64 @@
-"""Sync weights: the actor's params, from the trainer's shards into the engine of every rank."""
+"""Sync weights: the actor's params, from the trainer's shards into the engine of every rank, and the proof that they are there."""
 
 from __future__ import annotations
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_mc.models.passes import score
 from rlhf_mc.models.role import Role
 from rlhf_mc.offload import Part
 from rlhf_mc.stages.start import Run
 
+# Largest difference of a log-prob between engine and trainer that rounding explains: other kernels, another order of sums.
+PROBE_BOUNDS = {"fp32": 1e-4, "bf16": 0.3}
 
-def sync_weights(run: Run) -> None:
+
+class SyncError(RuntimeError):
+    """The engine does not compute what the trainer computes. The message says where and by how much."""
+
+
+def sync_weights(run: Run) -> dict[str, float]:
     """Collective over all ranks. Afterwards the engine holds the actor's present weights, its caches are empty, and the trainer is off.
 
-    The order matters on a GPU: weights wake first, then the trainer leaves, then the KV cache takes the memory.
+    The order matters on a GPU: weights wake first, then the trainer leaves, then the KV cache takes the memory. Checksums
+    prove that each weight arrived, the probe that it came to the right place. Raises ReshardError or SyncError on every rank.
     """
     with run.clock.stage("sync_weights"):
         run.engine.sleep()
         run.engine.wake_weights()
         with run.residency.on_device(Role.ACTOR, Part.PARAMS):
-            run.engine.load_weights(run.actor.export(), run.weight_version)
+            run.actor.check_present("params")
+            with run.engine.weight_update(run.weight_version) as write:
+                run.reshard.run(dict(run.actor.decoder.named_parameters()), write)
+            expected = score(run.actor, run.probe, "predicted", run.settings.actor.scoring_micro_batch)
         with run.residency.nobody_on_device():
             run.engine.wake_kv_cache()
+        difference = prove(run, expected)
+    plan = run.reshard.plan
+    return {
+        "sync/received_bytes": float(max(plan.received)),
+        "sync/bound_bytes": plan.bound,
+        "sync/probe_difference": difference,
+    }
+
+
+def prove(run: Run, expected: Tensor) -> float:
+    """Collective over all ranks. The largest difference of the probe's log-probs, engine against trainer, of any rank.
+
+    Raises SyncError on every rank where it exceeds the bound.
+    """
+    found = run.engine.logprobs(run.probe.tokens.tolist(), version=run.weight_version)
+    differences = torch.zeros(run.world.size)
+    differences[run.world.rank] = (found - expected).abs().max()
+    if run.world.size > 1:
+        dist.all_reduce(differences, group=run.world.everyone)
+    worst, bound = float(differences.max()), PROBE_BOUNDS[run.settings.trainer.dtype]
+    if not worst <= bound:
+        raise SyncError(
+            f"weight sync {run.weight_version}: log-probs of the probe differ by {worst:.3g} between engine and trainer on rank "
+            f"{int(differences.argmax())}, more than the {bound:g} that rounding explains in {run.settings.trainer.dtype}; the "
+            "engine computes with other weights, or another model: check that vLLM supports actor.path as it is"
+        )
+    return worst

@@ -17,7 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_mc.batch import PromptBatch
 from rlhf_mc.config import ConfigError, Rollout
-from rlhf_mc.parallel.grids import RolloutGrid
+from rlhf_mc.models.hf_config import read_shape
+from rlhf_mc.models.weight_layout import engine_pieces
+from rlhf_mc.parallel.grids import RolloutGrid, TrainingGrid
+from rlhf_mc.parallel.reshard import Block
 from rlhf_mc.pipeline.dispatch import Completion, SampleRequest, assemble_rollout, deal, gather_completions, requests_for
 from rlhf_mc.pipeline.engine import Engine, EngineError
 
@@ -58,6 +61,25 @@ def differences(model, requests, completions, temperature: float, mask: bool = T
     return {"max": float(found.max()), "mean": float(found.mean())}
 
 
+def blocks_of(model: PreTrainedModel, grid: RolloutGrid) -> list[tuple[Block, torch.Tensor]]:
+    """All weights of `model` that this rank's engine wants, cut from whole tensors, each row in a block of its own layout."""
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    blocks = []
+    for piece in engine_pieces(read_shape(model.config._name_or_path, "actor.path"), grid.tensor, grid.tensor_rank):
+        values = weights[piece.name].narrow(piece.dim, piece.whole_start, piece.length)
+        source = (grid.rank, piece.name, piece.whole_start)
+        target = (grid.rank, piece.param, piece.start)
+        blocks.append((Block(piece.name, piece.dim, piece.whole_start, piece.length, tuple(values.shape), *source, *target), values))
+    return blocks
+
+
+def load(engine: Engine, blocks: list[tuple[Block, torch.Tensor]], version: int) -> None:
+    with engine.weight_update(version) as write:
+        for start in range(0, len(blocks), 5):
+            for (_, values), written in zip(blocks[start : start + 5], write(blocks[start : start + 5]), strict=True):
+                assert torch.equal(values, written)
+
+
 def message_of(action) -> str:
     """The error that `action` raises, with its class; empty if it raises none."""
     try:
@@ -79,7 +101,7 @@ def refused_settings(path: str, dtype: str, grid: RolloutGrid) -> dict[str, str]
     }
 
 
-def refused_requests(engine: Engine, model: PreTrainedModel) -> dict[str, str]:
+def refused_requests(engine: Engine, model: PreTrainedModel, grid: RolloutGrid) -> dict[str, str]:
     """What an engine that holds version 3 of the weights of `model` says to wrong calls."""
     good = SampleRequest([20, 21], 1, MAX_TOKENS)
 
@@ -94,24 +116,20 @@ def refused_requests(engine: Engine, model: PreTrainedModel) -> dict[str, str]:
     engine.sleep()
     engine.wake_weights()
     refused["after_sleep"] = asked()
-    engine.load_weights(model.named_parameters(), 3)
+    load(engine, blocks_of(model, grid), 3)
     refused["kv_cache_asleep"] = asked()
     engine.wake_kv_cache()
     return refused | {"awake": asked()}
 
 
-def refused_loads(engine: Engine, model: PreTrainedModel, bad_load: str) -> dict[str, str]:
-    """One wrong load, and what the engine says after it."""
-    weights = dict(model.named_parameters())
-    first = next(iter(weights))
-    if bad_load == "missing":
-        del weights["model.norm.weight"]
-    else:
-        weights[first] = torch.cat([weights[first], weights[first][:4]])
+def refused_updates(engine: Engine, model: PreTrainedModel, grid: RolloutGrid, bad_update: str) -> dict[str, str]:
+    """One wrong update, and what the engine says after it."""
+    blocks = blocks_of(model, grid)
+    wrong = blocks[:-1] if bad_update == "missing" else [*blocks, blocks[0]]
     return {
-        "load": message_of(lambda: engine.load_weights(weights.items(), 4)),
+        "update": message_of(lambda: load(engine, wrong, 4)),
         "generate_after": message_of(lambda: engine.generate([SampleRequest([20, 21], 1, MAX_TOKENS)], version=4)),
-        "load_after": message_of(lambda: engine.load_weights(model.named_parameters(), 4)),
+        "update_after": message_of(lambda: load(engine, blocks, 4)),
     }
 
 
@@ -128,7 +146,7 @@ def record_samples(engine: Engine, path: str, spec: dict, rollout: Rollout, grid
     record: dict = {"after_load": []}
     for version in (1, 2, 3):
         model = changed_model(path, version, dtype)
-        engine.load_weights(((name, weight.detach()) for name, weight in model.named_parameters()), version)
+        load(engine, blocks_of(model, grid), version)
         mine = hands[grid.replica]
         found = engine.generate([requests[i] for i in mine], version=version)
         completions = gather_completions(mine, found, grid, dist.group.WORLD)
@@ -149,12 +167,16 @@ def record_samples(engine: Engine, path: str, spec: dict, rollout: Rollout, grid
 def main(spec: dict) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    grid = RolloutGrid(dist.get_world_size(), rank, spec["tensor"])
+    grid = RolloutGrid(TrainingGrid(dist.get_world_size(), rank, spec["training_tensor"], 1), spec["tensor"])
     path, dtype = spec["model"], spec["dtype"]
     rollout = Rollout(
         tensor_parallel=spec["tensor"], samples_per_prompt=SAMPLES, temperature=spec["temperature"],
         min_tokens=MIN_TOKENS, max_tokens=MAX_TOKENS, kv_cache_gib=spec["kv_cache_gib"], max_running_sequences=16,
     )  # fmt: skip
+    if not spec["repacks"]:
+        import vllm._custom_ops
+
+        vllm._custom_ops._supports_onednn = False  # as in a build without oneDNN, which leaves weights as they are
     record: dict = {"refused_settings": refused_settings(path, dtype, grid)}
     rng, environment, threads = torch.get_rng_state(), os.environ["LOCAL_WORLD_SIZE"], torch.get_num_threads()
     engine = Engine(path, rollout, dtype, grid, 1, MAX_PROMPT, STOP_TOKENS)
@@ -163,12 +185,14 @@ def main(spec: dict) -> None:
         "local_world_size": os.environ["LOCAL_WORLD_SIZE"] == environment,
         "threads": torch.get_num_threads() == threads and torch.set_num_threads.__module__ != "vllm.v1.worker.cpu_worker",
     }
+    record["writes_in_place"] = engine.writes_in_place
+    record["replica_ranks"] = grid.ranks_of(grid.replica)
     record["shared_memory"] = mapped_shared_memory()
     record["before_first_load"] = message_of(lambda: engine.generate([SampleRequest([20], 1, 1)], version=0))
     record |= record_samples(engine, path, spec, rollout, grid)
     model = changed_model(path, 3, {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
-    record["refused_requests"] = refused_requests(engine, model)
-    record["refused_loads"] = refused_loads(engine, model, spec["bad_load"])
+    record["refused_requests"] = refused_requests(engine, model, grid)
+    record["refused_updates"] = refused_updates(engine, model, grid, spec["bad_update"])
     Path(spec["out"], f"rank{rank}.json").write_text(json.dumps(record))
     dist.barrier()
     if spec["end"] == "killed" and rank == 1:

@@ -1,4 +1,4 @@
-"""The real engine under torchrun on 2 ranks, against transformers: TP1 with 2 replicas, TP2, and a run whose rank is killed.
+"""The real engine under torchrun, against transformers: TP1 with 2 replicas, TP2, and a run on 4 ranks of which one is killed.
 
 vLLM takes long to import: three launches are made, once each, and the tests judge what their ranks recorded.
 """
@@ -34,24 +34,24 @@ class Launch:
 
 
 def launch(directory: Path, model: PretrainedConfig, spec: dict) -> Launch:
-    """Run engine_ranks.py on 2 ranks with a random model of these sizes."""
+    """Run engine_ranks.py on the ranks of the training grid with a random model of these sizes."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(model).save_pretrained(directory / "model")
     spec |= {"model": str(directory / "model"), "out": str(directory)}
     (directory / "spec.json").write_text(json.dumps(spec))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(spec["training_tensor"])]
     command = [*torchrun, str(RANKS), str(directory / "spec.json")]
     process = subprocess.run(command, capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"})
     records = sorted(directory.glob("rank*.json"))
-    assert len(records) == 2, process.stderr
+    assert len(records) == spec["training_tensor"], process.stderr
     return Launch(process.returncode, process.stderr, [json.loads(file.read_text()) for file in records])
 
 
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory) -> Launch:
-    """Two replicas of an untied Llama, fp32, temperature 0.7."""
+    """Two replicas of an untied Llama, fp32, temperature 0.7, in an engine that does not repack weights."""
     model = LlamaConfig(**SIZES, tie_word_embeddings=False)
-    spec = dict(tensor=1, dtype="fp32", temperature=0.7, kv_cache_gib=0.01, bad_load="missing", end="closed")
+    spec = dict(training_tensor=2, tensor=1, repacks=False, dtype="fp32", temperature=0.7, kv_cache_gib=0.01, bad_update="missing", end="closed")
     return launch(tmp_path_factory.mktemp("replicas"), model, spec)
 
 
@@ -59,15 +59,15 @@ def replicas(tmp_path_factory) -> Launch:
 def tensor_parallel(tmp_path_factory) -> Launch:
     """One tied Qwen2 over two ranks, fp32, temperature 1, with a KV cache for little more than one sequence."""
     model = Qwen2Config(**SIZES, tie_word_embeddings=True)
-    spec = dict(tensor=2, dtype="fp32", temperature=1.0, kv_cache_gib=0.0001, bad_load="padded", end="closed")
+    spec = dict(training_tensor=2, tensor=2, repacks=True, dtype="fp32", temperature=1.0, kv_cache_gib=0.0001, bad_update="twice", end="closed")
     return launch(tmp_path_factory.mktemp("tensor"), model, spec)
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory) -> Launch:
-    """One tied Qwen3 over two ranks, bf16; in the end rank 1 dies by SIGKILL."""
+    """Two replicas of a tied Qwen3, each over two ranks at an interval, bf16; in the end rank 1 dies by SIGKILL."""
     model = Qwen3Config(**SIZES, tie_word_embeddings=True)
-    spec = dict(tensor=2, dtype="bf16", temperature=1.0, kv_cache_gib=0.01, bad_load="missing", end="killed")
+    spec = dict(training_tensor=4, tensor=2, repacks=True, dtype="bf16", temperature=1.0, kv_cache_gib=0.01, bad_update="missing", end="killed")
     return launch(tmp_path_factory.mktemp("killed"), model, spec)
 
 
@@ -95,6 +95,16 @@ def test_bf16_weights_arrive(killed):
         assert rank["against_old_weights"]["mean"] > 5 * rank["after_load"][-1]["mean"]
 
 
+def test_weights_are_written_in_place_unless_the_engine_repacked_them(replicas, tensor_parallel, killed):
+    assert [rank["writes_in_place"] for run in (replicas, tensor_parallel, killed) for rank in run.ranks] == [True] * 2 + [False] * 6
+
+
+def test_replicas_lie_at_intervals_where_rollout_tp_is_smaller(killed):
+    assert [rank["replica_ranks"] for rank in killed.ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    token_ids = [token_ids for token_ids, _, _ in killed.ranks[0]["completions"]]
+    assert len({tuple(ids) for ids in token_ids}) == len(token_ids)
+
+
 def test_stop_tokens_are_excluded_before_min_tokens_and_the_rest_is_renormalised(fp32_run):
     for rank in fp32_run.ranks:
         assert rank["without_mask"]["max"] > 1e-3
@@ -120,9 +130,10 @@ def test_samples_do_not_depend_on_the_number_of_replicas(replicas):
 
 
 def test_every_rank_gets_the_whole_rollout(any_run):
-    first, second = any_run.ranks
-    assert first["completions"] == second["completions"]
-    assert first["logprobs_of_batch"] == second["logprobs_of_batch"]
+    first, *others = any_run.ranks
+    for other in others:
+        assert first["completions"] == other["completions"]
+        assert first["logprobs_of_batch"] == other["logprobs_of_batch"]
     assert len(first["logprobs_of_batch"]) == sum(len(token_ids) for token_ids, _, _ in first["completions"])
 
 
@@ -134,7 +145,7 @@ def test_replicas_share_the_work(replicas):
 def test_wrong_settings_are_refused_on_every_rank(any_run):
     for rank in any_run.ranks:
         refused = rank["refused_settings"]
-        assert refused["kv_cache_over_host"].startswith("ConfigError: rank 0: 2 x rollout.kv_cache_gib")
+        assert refused["kv_cache_over_host"].startswith(f"ConfigError: rank 0: {len(any_run.ranks)} x rollout.kv_cache_gib")
         assert "are free" in refused["kv_cache_over_host"]
         assert refused["kv_cache_under_one_sequence"].startswith("ConfigError: rollout.kv_cache_gib: 1e-06 GiB")
         assert "cannot hold one sequence of 36 tokens" in refused["kv_cache_under_one_sequence"]
@@ -157,16 +168,16 @@ def test_wrong_requests_are_refused(any_run):
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        ("replicas", "1 weights were not sent: model.norm.weight"),
-        ("tensor_parallel", "model.embed_tokens.weight has shape (304, 128)"),
+        ("replicas", "weight update 4: 38400 elements of this rank's shard were not sent"),
+        ("tensor_parallel", "elements of this rank's shard were not sent, or sent twice"),
     ],
 )
 def test_wrong_weights_are_refused_and_end_the_engine(run, message, request):
     for rank in request.getfixturevalue(run).ranks:
-        refused = rank["refused_loads"]
-        assert message in refused["load"]
+        refused = rank["refused_updates"]
+        assert message in refused["update"]
         assert "no weights yet" in refused["generate_after"]
-        assert "start the run again" in refused["load_after"]
+        assert "start the run again" in refused["update_after"]
 
 
 def test_the_process_is_left_as_it_was(any_run):

@@ -1,0 +1,140 @@
+"""Blocks of weights into an engine's model: in place where its weights lie as the plan thinks, else through its reload.
+
+Knows the shape of the engine's shard, not vLLM itself, which is in vllm_parts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rlhf_mc.parallel.exchange import Blocks
+from rlhf_mc.parallel.reshard import Block, Piece, Shapes
+
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+class WeightWriter(Protocol):
+    """Takes one update of all weights: start, any number of writes, finish."""
+
+    def start(self) -> None:
+        """Before the first block."""
+
+    def write(self, blocks: Blocks) -> Sequence[Tensor]:
+        """Writes the blocks; where each of them lies then, to be read back."""
+
+    def finish(self) -> None:
+        """After the last block; the weights are in use from here on."""
+
+
+class InPlaceWriter:
+    """Writes each block straight to where the model computes from. Rows that belong to no piece (padding) become zero."""
+
+    def __init__(self, params: Mapping[str, Tensor], pieces: Iterable[Piece]) -> None:
+        self._params = params
+        self._padding = list(_padding(params, pieces))
+
+    @staticmethod
+    def fits(params: Mapping[str, Tensor], pieces: Iterable[Piece]) -> bool:
+        """Whether every piece has its place in `params`; it has none where the model repacked a weight after loading."""
+        return all(
+            piece.param in params
+            and params[piece.param].dim() > piece.dim
+            and params[piece.param].shape[piece.dim] >= piece.start + piece.length
+            for piece in pieces
+        )
+
+    def start(self) -> None:
+        """Nothing to prepare."""
+
+    @torch.no_grad()
+    def write(self, blocks: Blocks) -> Sequence[Tensor]:
+        """Copies; the places in the model's own weights."""
+        places = []
+        for block, values in blocks:
+            place = self._params[block.target_param].narrow(block.dim, block.target_start, block.length)
+            place.copy_(values)
+            places.append(place)
+        return places
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Clears the padding, which is garbage after the engine slept."""
+        for rows in self._padding:
+            rows.zero_()
+
+
+def _padding(params: Mapping[str, Tensor], pieces: Iterable[Piece]) -> Iterable[Tensor]:
+    """Rows at the end of each weight that no piece covers."""
+    ends: dict[str, tuple[int, int]] = {}
+    for piece in pieces:
+        _, end = ends.get(piece.param, (piece.dim, 0))
+        ends[piece.param] = piece.dim, max(end, piece.start + piece.length)
+    for name, (dim, end) in ends.items():
+        size = params[name].shape[dim]
+        if end < size:
+            yield params[name].narrow(dim, end, size - end)
+
+
+class ReloadWriter:
+    """Gathers the blocks of each Hugging Face tensor and hands it to the model's own reload.
+
+    A tensor has its whole shape, of which only this rank's rows are filled: the model's loader takes those and no others.
+    load: takes (name, tensor) pairs between `begin` and `end`.  tied: the output layer gets the embedding as well, since a
+    model that repacks has a packed copy there.
+    """
+
+    def __init__(
+        self,
+        pieces: Iterable[Piece],
+        shapes: Shapes,
+        tied: bool,
+        begin: Callable[[], None],
+        load: Callable[[list[tuple[str, Tensor]]], object],
+        end: Callable[[], None],
+    ) -> None:
+        self._shapes, self._tied = shapes, tied
+        self._begin, self._load, self._end = begin, load, end
+        self._due: dict[str, int] = {}
+        for piece in pieces:
+            rows = shapes[piece.name][piece.dim]
+            self._due[piece.name] = self._due.get(piece.name, 0) + prod(shapes[piece.name]) // rows * piece.length
+        self._missing: dict[str, int] = {}
+        self._partial: dict[str, Tensor] = {}
+
+    def start(self) -> None:
+        """Opens the reload."""
+        self._missing, self._partial = dict(self._due), {}
+        self._begin()
+
+    @torch.no_grad()
+    def write(self, blocks: Blocks) -> Sequence[Tensor]:
+        """Copies into tensors of whole shape. They are handed on at the next call, so that they can be read back before."""
+        self._hand_on()
+        return [self._put(block, values) for block, values in blocks]
+
+    def _put(self, block: Block, values: Tensor) -> Tensor:
+        if block.name not in self._partial:
+            self._partial[block.name] = torch.empty(self._shapes[block.name], dtype=values.dtype, device=values.device)
+        place = self._partial[block.name].narrow(block.dim, block.whole_start, block.length)
+        place.copy_(values)
+        self._missing[block.name] -= block.numel
+        return place
+
+    def _hand_on(self) -> None:
+        """The tensors that are complete go to the model, which keeps them until it has all of a layer."""
+        complete = [name for name in self._partial if self._missing[name] == 0]
+        for name in complete:
+            tensor = self._partial.pop(name)
+            self._load([(name, tensor)])
+            if self._tied and name == _EMBEDDING:
+                self._load([("lm_head.weight", tensor)])
+
+    def finish(self) -> None:
+        """Hands on the rest and closes the reload."""
+        self._hand_on()
+        self._end()

@@ -1,0 +1,131 @@
+"""What the engine plugs into vLLM: an executor that places this rank in the rollout grid, and a weight-transfer engine.
+
+Imported by engine.py only, after the environment that vLLM reads at import was set.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import vllm.distributed.parallel_state as vllm_groups
+from torch import Tensor
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+from rlhf_mc.models.weight_layout import engine_pieces, hf_shapes
+from rlhf_mc.models.hf_config import read_shape
+from rlhf_mc.parallel.exchange import Blocks
+from rlhf_mc.parallel.grids import RolloutGrid
+from rlhf_mc.pipeline.engine_weights import InPlaceWriter, ReloadWriter, WeightWriter
+
+BLOCKS_BACKEND = "rlhf_mc_blocks"
+
+
+def executor_for(grid: RolloutGrid, ident: str) -> type:
+    """vLLM's executor for torchrun, with the tensor-parallel groups of `grid` and `ident` in the names of its shared memory.
+
+    vLLM makes groups of neighbouring ranks; it takes a group that exists already when its size is right. All other groups
+    are of one rank here, so they are made first as for single ranks, and then the tensor-parallel one as the grid wants it.
+
+    vLLM names shared memory by the last part of the init method. Under torchrun that is empty, so that two jobs on one host
+    would take each other's segments. The method itself is not used: torch.distributed is initialised already.
+    """
+
+    class GridExecutor(ExecutorWithExternalLauncher):
+        """The external launcher, placed."""
+
+        def _init_executor(self) -> None:
+            method, rank, local_rank = self._distributed_args()
+            os.environ["VLLM_DIST_IDENT"] = ident
+            backend = current_platform.dist_backend
+            with set_current_vllm_config(self.vllm_config):
+                vllm_groups.init_distributed_environment(grid.world_size, rank, method, local_rank, backend)
+                vllm_groups.initialize_model_parallel(1, backend=backend)
+                vllm_groups._TP = vllm_groups.init_model_parallel_group(
+                    [grid.ranks_of(replica) for replica in range(grid.num_replicas)],
+                    local_rank,
+                    backend,
+                    use_message_queue_broadcaster=True,
+                    group_name="tp",
+                )
+            super()._init_executor()
+
+        def _distributed_args(self) -> tuple[str, int, int]:
+            _, rank, local_rank = super()._distributed_args()
+            return f"file:///{ident}", rank, local_rank
+
+    return GridExecutor
+
+
+@dataclass
+class BlocksUpdate(WeightTransferUpdateInfo):
+    """Blocks with their values, of this process's memory. The engine puts into `written` where they lie afterwards."""
+
+    blocks: Blocks
+    written: list[Tensor] = field(default_factory=list)
+
+
+class BlocksTransferEngine(WeightTransferEngine[WeightTransferInitInfo, BlocksUpdate]):
+    """Takes blocks from the trainer in the same process: vLLM's start, update and finish, with a writer that fits the model."""
+
+    init_info_cls = WeightTransferInitInfo
+    update_info_cls = BlocksUpdate
+
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        """Nothing: trainer and engine share a process."""
+
+    def start_weight_update(self) -> None:
+        """Opens an update of all weights."""
+        self._writer.start()
+
+    @cached_property
+    def _writer(self) -> WeightWriter:
+        """Made at the first use, when the model has its final form."""
+        shape = read_shape(self.model_config.model, "actor.path")
+        tensor_group = vllm_groups.get_tp_group()
+        pieces = engine_pieces(shape, tensor_group.world_size, tensor_group.rank_in_group)
+        params = dict(self.model.named_parameters())
+        if InPlaceWriter.fits(params, pieces):
+            return InPlaceWriter(params, pieces)
+        return ReloadWriter(
+            pieces,
+            hf_shapes(shape, value_head=False),
+            shape.tied,
+            begin=lambda: initialize_layerwise_reload(self.model),
+            load=self.model.load_weights,
+            end=lambda: finalize_layerwise_reload(self.model, self.model_config),
+        )
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Writes blocks. Without vLLM's synchronisation of the device: they come on the stream that will read them."""
+        self.receive_weights(BlocksUpdate(**update_info))
+
+    def receive_weights(self, update_info: BlocksUpdate) -> None:
+        """Writes blocks, and notes where they lie."""
+        update_info.written += self._writer.write(update_info.blocks)
+
+    def finish_weight_update(self) -> None:
+        """Closes the update; the new weights are in use."""
+        self._writer.finish()
+
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether updates go straight into the weights that the model computes from."""
+        return isinstance(self._writer, InPlaceWriter)
+
+    def shutdown(self) -> None:
+        """Nothing to release."""
+
+
+def register_blocks_engine() -> None:
+    """Puts the engine into vLLM's registry, once in a process."""
+    if BLOCKS_BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BLOCKS_BACKEND, BlocksTransferEngine)

@@ -1,0 +1,113 @@
+"""What the ranks do in the tests of the weight sync; called by tests/ranks.py."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_mc.config import Settings, Trainer
+from rlhf_mc.models.hf_config import read_shape
+from rlhf_mc.models.role import Role, build_role
+from rlhf_mc.models.weight_layout import engine_pieces, hf_shapes
+from rlhf_mc.parallel.exchange import Reshard
+from rlhf_mc.parallel.grids import RolloutGrid
+from rlhf_mc.parallel.reshard import Piece
+from rlhf_mc.parallel.world import World
+from rlhf_mc.pipeline.engine_weights import InPlaceWriter, ReloadWriter
+from rlhf_mc.pipeline.weight_sync import plan_weight_sync
+
+PADDING_ROWS = 3
+
+
+def _empty_engine(pieces: list[Piece], shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Weights as an engine rank has them, of NaN, each with some rows of padding after its last piece."""
+    sizes: dict[str, list[int]] = {}
+    for piece in pieces:
+        dims = list(shapes[piece.name])
+        dims[piece.dim] = piece.start + piece.length + PADDING_ROWS
+        sizes[piece.param] = [max(a, b) for a, b in zip(dims, sizes.get(piece.param, dims))]
+    return {name: torch.full(dims, torch.nan) for name, dims in sizes.items()}
+
+
+def _reshard(world: World, path: str, rollout: int, bucket_bytes: int) -> tuple[Reshard, dict[str, Tensor], RolloutGrid]:
+    settings = Settings(trainer=Trainer(dtype="fp32"))
+    actor = build_role(Role.ACTOR, "language", path, settings, world)
+    grid = RolloutGrid(world.grid, rollout)
+    return plan_weight_sync(actor, grid, bucket_bytes), dict(actor.decoder.named_parameters()), grid
+
+
+def sync(world: World, path: str, rollout: int, bucket_bytes: int) -> dict[str, Any]:
+    """One sync in place and one through a reload; what both wrote, whole tensors filled in this rank's rows only."""
+    reshard, params, grid = _reshard(world, path, rollout, bucket_bytes)
+    shape = read_shape(path, "actor.path")
+    shapes, pieces = hf_shapes(shape, value_head=False), engine_pieces(shape, grid.tensor, grid.tensor_rank)
+    engine = _empty_engine(pieces, shapes)
+    in_place = InPlaceWriter(engine, pieces)
+    in_place.start()
+    reshard.run(params, in_place.write)
+    in_place.finish()
+
+    loaded: dict[str, Tensor] = {}
+    calls: list[str] = []
+    reload = ReloadWriter(
+        pieces, shapes, shape.tied, lambda: calls.append("begin"), lambda pairs: loaded.update(pairs), lambda: calls.append("end")
+    )
+    reload.start()
+    reshard.run(params, reload.write)
+    reload.finish()
+    return {
+        "tensor_rank": grid.tensor_rank,
+        "engine": engine,
+        "loaded": loaded,
+        "calls": calls,
+        "received": reshard.plan.received[reshard.rank],
+    }
+
+
+def sync_with_a_flipped_bit(world: World, path: str, rollout: int, victim: int) -> str:
+    """The error on this rank of a sync during which one bit of the last row written on rank `victim` changes."""
+    reshard, params, grid = _reshard(world, path, rollout, 1 << 16)
+    shape = read_shape(path, "actor.path")
+    pieces = engine_pieces(shape, grid.tensor, grid.tensor_rank)
+    writer = InPlaceWriter(_empty_engine(pieces, hf_shapes(shape, value_head=False)), pieces)
+    damaged = []
+
+    def write(blocks):
+        places = writer.write(blocks)
+        if world.rank == victim and not damaged and places:
+            places[-1].view(torch.int32).view(-1)[-1:].bitwise_xor_(1)
+            damaged.append(True)
+        return places
+
+    try:
+        reshard.run(params, write)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def count_collectives(world: World, path: str, rollout: int) -> tuple[int, int]:
+    """Exchanges that one sync makes, and the buckets of its plan."""
+    reshard, params, grid = _reshard(world, path, rollout, 1 << 16)
+    exchange = dist.all_to_all_single
+    with mock.patch.object(dist, "all_to_all_single", side_effect=exchange) as calls:
+        reshard.run(params, lambda blocks: [values for _, values in blocks])
+    return calls.call_count, len(reshard.plan.buckets)
+
+
+def sync_where_a_rank_fails(world: World, path: str, rollout: int) -> None:
+    """A sync whose writer fails on rank 1 at the third bucket; the other ranks are then in the next exchange."""
+    reshard, params, _ = _reshard(world, path, rollout, 6000)
+    buckets = []
+
+    def write(blocks):
+        buckets.append(blocks)
+        if world.rank == 1 and len(buckets) == 3:
+            raise MemoryError("no room on rank 1")
+        return [values for _, values in blocks]
+
+    reshard.run(params, write)
