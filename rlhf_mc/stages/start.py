@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,7 +21,7 @@ from rlhf_mc.parallel.grids import RolloutGrid
 from rlhf_mc.parallel.world import World, join_world
 from rlhf_mc.pipeline.engine import Engine, check_memory, check_settings, stop_token_ids
 from rlhf_mc.rewards.pool import RewardPool
-from rlhf_mc.tracking import StageClock, Tracker
+from rlhf_mc.tracking import StageClock, Trace, Tracker
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Run:
     world: World
     tracker: Tracker
     clock: StageClock
+    trace: Trace
     tokenizer: PreTrainedTokenizerBase
     sources: Sources
     roles: dict[Role, RoleModel]
@@ -147,13 +149,14 @@ def _build_roles(settings: Settings, world: World, tracker: Tracker) -> tuple[di
 def start_ppo(settings: Settings) -> Iterator[Run]:
     """Collective over all ranks, once models, data and reward functions were checked.
 
-    The run, closed at the end: engine, trackers, reward workers.
+    The run, closed at the end: trace, engine, trackers, reward workers. A run that fails leaves its trace too.
     """
     reward, rollout = settings.reward, settings.rollout
     tokenizer = load_tokenizer(settings.actor.path, settings.trainer.trust_remote_code)
     check_models(settings, tokenizer)
     stops = stop_token_ids(settings.actor.path, tokenizer.eos_token_id)
     sources = read_sources(settings, tokenizer)
+    trace = Trace(settings.trainer.trace_iterations)
     with ExitStack() as stack:
         pool = stack.enter_context(RewardPool(reward.functions, reward.num_workers, reward.timeout_seconds, reward.max_error_rate))
         world = join_world(settings)
@@ -167,11 +170,14 @@ def start_ppo(settings: Settings) -> Iterator[Run]:
         trainer = settings.trainer
         engine = Engine(settings.actor.path, rollout, trainer.dtype, grid, trainer.seed, settings.data.max_prompt_tokens, stops)
         stack.callback(engine.close)
+        # Closed first: after a failure, torchrun ends this rank soon, and an engine may hang.
+        stack.callback(trace.write, Path(trainer.output_dir, "trace", f"rank{world.rank}.json"), world.rank)
         yield Run(
             settings=settings,
             world=world,
             tracker=tracker,
-            clock=StageClock(world.device, world.rank),
+            clock=StageClock(world.device, trace),
+            trace=trace,
             tokenizer=tokenizer,
             sources=sources,
             roles=roles,
