@@ -132,11 +132,11 @@ def check_models(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> None
             check_same_vocabulary(tokenizer, other, "actor.path", key)
 
 
-def _build_roles(settings: Settings, world: World, tracker: Tracker) -> tuple[dict[Role, RoleModel], Residency]:
+def _build_roles(settings: Settings, world: World, tracker: Tracker, trace: Trace) -> tuple[dict[Role, RoleModel], Residency]:
     """Collective over all ranks. Each role goes to the host as soon as it is built, so that the device never holds two."""
     trained = {Role.ACTOR: settings.actor.optim, Role.CRITIC: settings.critic.optim}
     roles: dict[Role, RoleModel] = {}
-    residency = plan_residency(settings, role_paths(settings), world)
+    residency = plan_residency(settings, role_paths(settings), world, trace)
     for role, path in role_paths(settings).items():
         tracker.say(f"{role.value}: weights from {path}")
         head = "value" if role in (Role.CRITIC, Role.REWARD) else "language"
@@ -158,14 +158,16 @@ def start_ppo(settings: Settings) -> Iterator[Run]:
     sources = read_sources(settings, tokenizer)
     trace = Trace(settings.trainer.trace_iterations)
     with ExitStack() as stack:
-        pool = stack.enter_context(RewardPool(reward.functions, reward.num_workers, reward.timeout_seconds, reward.max_error_rate))
+        pool = stack.enter_context(
+            RewardPool(reward.functions, reward.num_workers, reward.timeout_seconds, reward.max_error_rate, trace)
+        )
         world = join_world(settings)
         grid = RolloutGrid(world.size, world.rank, rollout.tensor_parallel)
         check_memory(rollout, grid)
         tracker = stack.enter_context(Tracker(settings, world.rank, settings.trainer.iterations))
         sources.report(tracker)
         tracker.say(f"{world.size} ranks on {world.device.type}, {settings.trainer.dtype}; {kernels_in_use(world.device)}")
-        roles, residency = _build_roles(settings, world, tracker)
+        roles, residency = _build_roles(settings, world, tracker, trace)
         tracker.say("engine: starting vLLM")
         trainer = settings.trainer
         engine = Engine(settings.actor.path, rollout, trainer.dtype, grid, trainer.seed, settings.data.max_prompt_tokens, stops)

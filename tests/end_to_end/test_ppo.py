@@ -217,6 +217,7 @@ def test_every_rank_leaves_a_trace_of_its_last_iterations(tensor_parallel):
         named = Counter((event["cat"], event["name"]) for event in events if event["ph"] == "X")
         assert named["main", "generate"] == named["main", "update_actor"] == 2 and named["main", "save"] == 2
         assert named["main", "wait/rewards"] >= 2
+        assert named["copies/out", "copy actor optimizer"] and named["copies/in", "copy actor optimizer"]
 
 
 def test_rank_0_tells_the_story_in_order(tensor_parallel):
