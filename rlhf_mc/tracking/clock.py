@@ -100,7 +100,6 @@ class StageClock:
             result |= {"timing_s/step": seconds, "perf/time_per_step": seconds}
             result |= self._memory_metrics()
             self._begin_iteration()
-        self._trace.begin_iteration()
         if total_num_tokens is not None:
             result["perf/total_num_tokens"] = total_num_tokens
             result["perf/throughput"] = total_num_tokens / (seconds * num_devices)
@@ -114,6 +113,7 @@ class StageClock:
             return self._run_peak / GIB
 
     def _begin_iteration(self) -> None:
+        self._trace.begin_iteration()
         self._iteration_start = time.perf_counter()
         self._seconds: dict[str, float] = {}
         self._host_peaks: dict[str, int] = {}

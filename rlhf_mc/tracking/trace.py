@@ -26,7 +26,9 @@ TRACKS = ("main", "engine", "score", "copies/out", "copies/in", "rewards", "disk
 #: A span whose name starts so is not work: its thread waits for what another one does.
 WAIT = "wait/"
 
-_ROWS_PER_TRACK = 1000
+_ROWS_PER_TRACK = 1_000
+#: More than there are ranks, too: Perfetto finds a thread by its tid alone at times, so that no two ranks may share one.
+_TIDS_PER_RANK = 100_000
 _NO_ARGS: Mapping[str, object] = MappingProxyType({})
 
 
@@ -177,23 +179,23 @@ def chrome_events(
     instants = list(instants)
     timed = [(microseconds(span.start), microseconds(span.end), span) for span in spans]
     rows = _rows(timed)
-    places = _places({track for track, _ in rows} | {instant.track for instant in instants})
     used = rows.keys() | {(instant.track, 0) for instant in instants}
+    tids = _tids(rank, {track for track, _ in used})
     events: list[dict[str, Any]] = []
     for (track, row), members in rows.items():
-        tid = places[track] + row
+        tid = tids[track] + row
         for start, end, span in members:
             event = {"name": span.name, "cat": track, "ph": "X", "ts": start, "dur": end - start, "pid": rank, "tid": tid}
             events.append(event | {"args": _shown(span.args)})
     for instant in instants:
         event = {"name": instant.name, "cat": instant.track, "ph": "i", "s": "t", "ts": microseconds(instant.time), "pid": rank}
-        events.append(event | {"tid": places[instant.track], "args": _shown(instant.args)})
+        events.append(event | {"tid": tids[instant.track], "args": _shown(instant.args)})
     for sample in samples:
-        event = {"name": sample.name, "ph": "C", "ts": microseconds(sample.time), "pid": rank, "tid": 0}
+        event = {"name": sample.name, "ph": "C", "ts": microseconds(sample.time), "pid": rank, "tid": tids["main"]}
         events.append(event | {"args": {"value": sample.value}})
     # The outer one of two spans that start together comes first: viewers take the order of the file.
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
-    return _names(rank, {places[track] + row: f"{track} {row + 1}" if row else track for track, row in used}) + events
+    return _names(rank, tids["main"], {tids[track] + row: f"{track} {row + 1}" if row else track for track, row in used}) + events
 
 
 _Timed = tuple[int, int, Span]
@@ -224,19 +226,19 @@ def _fits(ends: list[int], start: int, end: int) -> bool:
     return not ends or end <= ends[-1]
 
 
-def _places(tracks: Iterable[str]) -> dict[str, int]:
-    """The tid of each track's first row: equal on all ranks for the known tracks; never 0, which viewers hide."""
+def _tids(rank: int, tracks: Iterable[str]) -> dict[str, int]:
+    """The tid of the first row of each track, known ones and `tracks`: never a process id, nor 0, which viewers hide."""
     others = sorted(set(tracks) - set(TRACKS))
-    return {track: 1 + _ROWS_PER_TRACK * place for place, track in enumerate((*TRACKS, *others))}
+    return {track: (rank + 1) * _TIDS_PER_RANK + place * _ROWS_PER_TRACK for place, track in enumerate((*TRACKS, *others))}
 
 
-def _names(rank: int, rows: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Metadata events: what process and rows are called, and their order on the screen."""
+def _names(rank: int, main: int, rows: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Metadata events: what process and rows are called, by tid, and their order on the screen; `main` is the tid of main."""
 
     def event(kind: str, tid: int, key: str, value: object) -> dict[str, Any]:
         return {"name": kind, "ph": "M", "ts": 0, "pid": rank, "tid": tid, "args": {key: value}}
 
-    events = [event("process_name", 0, "name", f"rank {rank}"), event("process_sort_index", 0, "sort_index", rank)]
+    events = [event("process_name", main, "name", f"rank {rank}"), event("process_sort_index", main, "sort_index", rank)]
     for tid, name in sorted(rows.items()):
         events += [event("thread_name", tid, "name", name), event("thread_sort_index", tid, "sort_index", tid)]
     return events

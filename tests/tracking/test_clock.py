@@ -78,6 +78,7 @@ def test_device_peak_belongs_to_the_stage_that_had_it() -> None:
 
 def test_stages_are_spans_of_the_track_main_and_iterations_are_the_clocks() -> None:
     trace = Trace(num_iterations=1)
+    trace.add("before", "main", 0.0, 1.0)
     clock = StageClock(trace=trace)
     with clock.stage("score"), clock.stage("score/actor"):
         thread = threading.Thread(target=_run_stage, args=(clock, "reward"))

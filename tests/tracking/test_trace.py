@@ -83,14 +83,25 @@ def test_process_and_rows_have_names_and_a_stable_order(tmp_path: Path) -> None:
         trace.add("work", track, 1.0, 2.0)
     events = written(trace, tmp_path, rank=5)
     rows = rows_of(events)
-    assert sorted(rows, key=rows.__getitem__) == [*TRACKS, "other"] and 0 not in rows.values()
+    assert sorted(rows, key=rows.__getitem__) == [*TRACKS, "other"]
     order = {event["tid"]: event["args"]["sort_index"] for event in events if event["name"] == "thread_sort_index"}
     assert sorted(order, key=order.__getitem__) == sorted(rows.values())
     process = {event["name"]: event["args"] for event in events if event["name"].startswith("process_")}
     assert process == {"process_name": {"name": "rank 5"}, "process_sort_index": {"sort_index": 5}}
     alone = Trace(num_iterations=1)
     alone.add("work", "rewards", 1.0, 2.0)
-    assert rows_of(written(alone, tmp_path))["rewards"] == rows["rewards"]
+    assert rows_of(written(alone, tmp_path, rank=5))["rewards"] == rows["rewards"]
+
+
+def test_no_two_ranks_share_a_thread_id(tmp_path: Path) -> None:
+    trace = Trace(num_iterations=1)
+    trace.counter("queue", 1)
+    for track in (*TRACKS, "other"):
+        trace.add("work", track, 1.0, 2.0)
+        trace.add("work", track, 1.5, 2.5)
+    ids = [{event["tid"] for event in written(trace, tmp_path, rank)} for rank in range(20)]
+    assert all(len(of_rank) == 2 * len(TRACKS) + 2 for of_rank in ids)
+    assert len(set().union(*ids, range(20))) == sum(map(len, ids)) + 20  # nor with a process
 
 
 def test_threads_of_one_track_have_rows_of_their_own(tmp_path: Path) -> None:
