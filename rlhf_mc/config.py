@@ -362,11 +362,13 @@ class Trainer:
     dtype: Literal["fp32", "bf16"] = "bf16"  #: of parameters and activations; main params are fp32
     evaluate_every: int = 0  #: iterations between evaluations; 0: before and after only
     num_sample_rows: int = 8  #: rows of the sample table
+    trace_iterations: int = 2  #: iterations before the present one kept for output_dir/trace/rank*.json; 0: no traces
     trust_remote_code: bool = False  #: run Python code that a model directory brings
 
     def check(self, key: str) -> None:
         _check(self.iterations >= 0, f"{key}.iterations: {self.iterations} is negative")
         _check(self.evaluate_every >= 0, f"{key}.evaluate_every: {self.evaluate_every} is negative; 0: only before and after")
+        _check(self.trace_iterations >= 0, f"{key}.trace_iterations: {self.trace_iterations} is negative; 0: no traces")
 
 
 @_settings_record

@@ -64,6 +64,7 @@ def test_every_micro_batch_and_optimizer_is_checked():
 SECTION_FAULTS = [
     ("trainer.iterations=-1", "trainer.iterations: -1"),
     ("trainer.evaluate_every=-1", "trainer.evaluate_every: -1"),
+    ("trainer.trace_iterations=-1", "trainer.trace_iterations: -1"),
     ("data.prompts_per_iteration=0", "data.prompts_per_iteration: 0"),
     ("data.max_prompt_tokens=0", "data.max_prompt_tokens: 0"),
     ("parallel.tensor=0", "parallel.tensor: 0"),

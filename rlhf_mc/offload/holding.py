@@ -12,6 +12,7 @@ from torch import Tensor
 from rlhf_mc.models.role import Role
 from rlhf_mc.offload.arena import Arena
 from rlhf_mc.offload.host_buffer import HostBuffer
+from rlhf_mc.offload.lane_trace import Labels
 from rlhf_mc.offload.lanes import Copied
 from rlhf_mc.offload.model_state import ModelState
 from rlhf_mc.offload.parts import Part
@@ -66,6 +67,11 @@ class Holding:
     def name(self) -> str:
         """For messages."""
         return f"{self.role.value} {self.part.label}"
+
+    @property
+    def labels(self) -> Labels:
+        """For the trace."""
+        return {"role": self.role.value, "part": self.part.label}
 
     @property
     def arenas(self) -> tuple[Arena, ...]:

@@ -6,6 +6,7 @@ import socket
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -21,6 +22,9 @@ from rlhf_mc.offload.sizes import Place, RoleKind, role_bytes
 from rlhf_mc.offload.text import aligned, readable
 from rlhf_mc.parallel.grids import TrainingGrid
 from rlhf_mc.parallel.world import World
+
+if TYPE_CHECKING:
+    from rlhf_mc.tracking import Trace
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -88,7 +92,7 @@ def refuse_small_host(world: World, needs: Counter[str], available_bytes: int) -
             )
 
 
-def plan_residency(settings: Settings, paths: Mapping[Role, str], world: World) -> Residency:
+def plan_residency(settings: Settings, paths: Mapping[Role, str], world: World, trace: Trace | None = None) -> Residency:
     """Collective over all ranks. The Residency for these roles, still without any of them.
 
     Raises ConfigError where a host is too small.
@@ -108,4 +112,5 @@ def plan_residency(settings: Settings, paths: Mapping[Role, str], world: World) 
         device_budget_bytes=None if budget is None else int(budget * 2**30),
         shared_by=shared_by,
         schedule=ppo_visits(Role.ACTOR, Role.CRITIC, frozen),
+        trace=trace,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,12 +13,15 @@ from rlhf_mc.offload.lanes import Copied, lanes
 from rlhf_mc.offload.ledger import Ledger
 from rlhf_mc.offload.parts import Part
 
+if TYPE_CHECKING:
+    from rlhf_mc.tracking import Trace
+
 
 class Mover:
     """present_bytes: of all storages on the device now.  peak_bytes: the most there ever were."""
 
-    def __init__(self, device: torch.device, ledger: Ledger) -> None:
-        self._to_host, self._to_device = lanes(device)
+    def __init__(self, device: torch.device, ledger: Ledger, trace: Trace | None = None) -> None:
+        self._to_host, self._to_device = lanes(device, trace)
         self._ledger = ledger
         self._departures: deque[tuple[Arena, Copied]] = deque()
         self._present_bytes = 0
@@ -60,7 +64,7 @@ class Mover:
 
     def _queue_departure(self, holding: Holding) -> None:
         for piece in holding.pieces():
-            copied = self._to_host.copy(piece.host, piece.share(holding.shared_by))
+            copied = self._to_host.copy(piece.host, piece.share(holding.shared_by), holding.labels)
             self._ledger.record(holding.role, holding.part, "to_host", piece.host.nbytes, copied)
             self._departures.append((piece.arena, copied))
         holding.copied_version = holding.state.model.version
@@ -73,7 +77,7 @@ class Mover:
             piece.arena.restore()
             self.present_bytes += piece.arena.num_bytes
             if piece.host is None:
-                holding.in_flight.append(self._to_device.zero(piece.arena.bytes()))
+                holding.in_flight.append(self._to_device.zero(piece.arena.bytes(), holding.labels))
             elif not (derive and piece.arena.key in holding.state.derived):
                 self._queue_copy(holding, piece)
         # What was off the device cannot have changed, whatever became of the role's other parts.
@@ -81,7 +85,7 @@ class Mover:
         holding.resident = True
 
     def _queue_copy(self, holding: Holding, piece: Piece) -> None:
-        copied = self._to_device.copy(piece.share(holding.shared_by), piece.host)
+        copied = self._to_device.copy(piece.share(holding.shared_by), piece.host, holding.labels)
         self._ledger.record(holding.role, holding.part, "to_device", piece.host.nbytes, copied)
         holding.in_flight.append(copied)
         if holding.shared_by is not None:

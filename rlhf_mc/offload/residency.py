@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -24,6 +25,8 @@ from rlhf_mc.offload.residue import release_residue, residue, residue_table
 from rlhf_mc.offload.text import aligned, readable
 from rlhf_mc.parallel.world import World
 
+if TYPE_CHECKING:
+    from rlhf_mc.tracking import Trace
 
 #: In which parts come: params are made from main params while the moments are still on their way.
 _ORDER = (Part.MAIN_PARAMS, Part.PARAMS, Part.OPTIMIZER, Part.GRADS)
@@ -50,12 +53,14 @@ class Residency:
         device_budget_bytes: int | None = None,
         shared_by: dist.ProcessGroup | None = None,
         schedule: Sequence[Visit] = (),
+        trace: Trace | None = None,
     ) -> None:
         """No collective.
 
         device_budget_bytes: what all parts on the device may take together; None: as much as the largest request.
         shared_by: ranks that hold the same params (neighbours.py), each with a share of their host copy; None: it is kept whole.
         schedule: the visits of one iteration, as far as they are known; within the budget, the next one is prefetched.
+        trace: gets the copies, the waits for them, and where a prefetch begins.
         """
         self.ledger = ledger
         self.enabled = enabled
@@ -63,7 +68,8 @@ class Residency:
         self._budget = device_budget_bytes
         self._shared_by = shared_by
         self._holdings: dict[tuple[Role, Part], Holding] = {}
-        self._mover = Mover(world.device, ledger)
+        self._trace = trace
+        self._mover = Mover(world.device, ledger, trace)
         self._prefetch = Prefetch(schedule)
         self._claimed: Role | None = None
         for state in states:
@@ -229,4 +235,6 @@ class Residency:
             if part not in following.parts or holding is None or holding.resident or made_later:
                 continue
             if self._mover.present_bytes + holding.num_bytes <= self._budget:
+                if self._trace is not None:
+                    self._trace.instant(f"prefetch {holding.name}", "main", **holding.labels)
                 self._mover.swap([], [holding], self._budget)

@@ -8,14 +8,20 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import isnan, nan
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rlhf_mc.config import ConfigError, RewardFunction
 from rlhf_mc.rewards.interface import RewardError, RewardSample
 from rlhf_mc.rewards.process import Call, Outcome, WorkerProcess
+
+if TYPE_CHECKING:
+    from rlhf_mc.tracking import Trace
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +82,7 @@ class _Task:
     function: int
     sample: RewardSample
     call: Future[Call]
+    submitted: float
 
 
 class RewardPool:
@@ -85,11 +92,20 @@ class RewardPool:
     """
 
     def __init__(
-        self, functions: list[RewardFunction], num_workers: int = 1, timeout_seconds: float = 10.0, max_error_rate: float = 0.1
+        self,
+        functions: list[RewardFunction],
+        num_workers: int = 1,
+        timeout_seconds: float = 10.0,
+        max_error_rate: float = 0.1,
+        trace: Trace | None = None,
     ) -> None:
-        """Imports every function in every worker; ConfigError, with the traceback, where one cannot be used."""
+        """Imports every function in every worker; ConfigError, with the traceback, where one cannot be used.
+
+        trace: gets each call, on the track rewards, a row for each worker.
+        """
         self.functions = functions
         self.max_error_rate = max_error_rate
+        self._trace = trace
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._shown_faults: set[tuple[str, str]] = set()
         self._closed = False
@@ -131,7 +147,7 @@ class RewardPool:
             for f, function in enumerate(self.functions):
                 if function.data_source in (None, sample.row.get("data_source")):
                     calls[f][b] = Future()
-                    self._tasks.put(_Task(f, sample, calls[f][b]))
+                    self._tasks.put(_Task(f, sample, calls[f][b], time.perf_counter()))
         return PendingRewards(samples, calls)
 
     def collect(self, pending: list[PendingRewards]) -> RewardResults:
@@ -173,10 +189,19 @@ class RewardPool:
             start.set_exception(error)
         while (task := self._tasks.get()) is not None:
             try:
-                task.call.set_result(worker.call(task.function, task.sample))
+                with self._span(task):
+                    call = worker.call(task.function, task.sample)
+                task.call.set_result(call)
             except BaseException as error:
                 task.call.set_exception(error)
         worker.close()
+
+    def _span(self, task: _Task) -> AbstractContextManager[None]:
+        """The call alone is work; how long the sample was in the queue before stands beside it."""
+        if self._trace is None:
+            return nullcontext()
+        queued_ms = (time.perf_counter() - task.submitted) * 1000
+        return self._trace.span(self.functions[task.function].label, track="rewards", queued_ms=queued_ms)
 
     def _show_new_faults(self, function: RewardFunction, calls: list[Call | None]) -> None:
         for call in calls:

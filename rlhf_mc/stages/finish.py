@@ -26,5 +26,4 @@ def finish(run: Run, before: dict[str, float], after: dict[str, float]) -> None:
     run.tracker.before_and_after("Held-out prompts, greedy", rows)
     peak = run.world.sum_over_ranks(torch.tensor([run.clock.host_peak_gib], dtype=torch.float64)).item()
     run.tracker.say(f"peak of host memory: {peak:.2f} GiB (resident, the peaks of all {run.world.size} ranks added)")
-    run.clock.write_trace(output / f"trace_rank{run.world.rank}.json")
     run.tracker.say(f"results are in {output.resolve()}: actor/ and critic/ (Hugging Face), metrics.jsonl, samples.jsonl, summary.json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhf_mc.batch import Experience
 from rlhf_mc.stages.start import Run
-from rlhf_mc.tracking import rollout_metrics
+from rlhf_mc.tracking import overlap_of, rollout_metrics
 
 
 def iteration_metrics(run: Run, experience: Experience) -> dict[str, float]:
@@ -12,4 +12,6 @@ def iteration_metrics(run: Run, experience: Experience) -> dict[str, float]:
     metrics = rollout_metrics(experience)
     metrics["actor/kl_coef"] = run.kl.coef
     metrics |= run.residency.ledger.metrics()
+    if run.trace.enabled:
+        metrics |= overlap_of(run.trace.iteration_spans()).metrics()
     return metrics | run.clock.metrics(int(experience.rollout.lengths.sum()), run.world.size)

@@ -35,7 +35,8 @@ def collect_functions(run: Run, pending: PendingRewards) -> RewardResults:
     Where a function fails too often on any rank's share, every rank raises RewardError with that rank's message.
     """
     try:
-        share: RewardResults | str = run.reward_pool.collect([pending])
+        with run.trace.span("wait/rewards"):
+            share: RewardResults | str = run.reward_pool.collect([pending])
     except RewardError as error:
         share = f"rank {run.world.rank}: {error}"
     shares: list[RewardResults | str] = [share] * run.world.size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,7 +24,7 @@ from rlhf_mc.parallel.world import World, join_world
 from rlhf_mc.pipeline.engine import Engine, check_memory, check_settings, stop_token_ids
 from rlhf_mc.pipeline.weight_sync import plan_weight_sync, probe_sequence
 from rlhf_mc.rewards.pool import RewardPool
-from rlhf_mc.tracking import StageClock, Tracker
+from rlhf_mc.tracking import StageClock, Trace, Tracker
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Run:
     world: World
     tracker: Tracker
     clock: StageClock
+    trace: Trace
     tokenizer: PreTrainedTokenizerBase
     sources: Sources
     roles: dict[Role, RoleModel]
@@ -136,11 +138,11 @@ def check_models(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> None
             check_same_vocabulary(tokenizer, other, "actor.path", key)
 
 
-def _build_roles(settings: Settings, world: World, tracker: Tracker) -> tuple[dict[Role, RoleModel], Residency]:
+def _build_roles(settings: Settings, world: World, tracker: Tracker, trace: Trace) -> tuple[dict[Role, RoleModel], Residency]:
     """Collective over all ranks. Each role goes to the host as soon as it is built, so that the device never holds two."""
     trained = {Role.ACTOR: settings.actor.optim, Role.CRITIC: settings.critic.optim}
     roles: dict[Role, RoleModel] = {}
-    residency = plan_residency(settings, role_paths(settings), world)
+    residency = plan_residency(settings, role_paths(settings), world, trace)
     for role, path in role_paths(settings).items():
         tracker.say(f"{role.value}: weights from {path}")
         head = "value" if role in (Role.CRITIC, Role.REWARD) else "language"
@@ -153,33 +155,39 @@ def _build_roles(settings: Settings, world: World, tracker: Tracker) -> tuple[di
 def start_ppo(settings: Settings) -> Iterator[Run]:
     """Collective over all ranks, once models, data and reward functions were checked.
 
-    The run, closed at the end: engine, trackers, reward workers.
+    The run, closed at the end: trace, engine, trackers, reward workers. A run that fails leaves its trace too.
     """
     reward, rollout = settings.reward, settings.rollout
     tokenizer = load_tokenizer(settings.actor.path, settings.trainer.trust_remote_code)
     check_models(settings, tokenizer)
     stops = stop_token_ids(settings.actor.path, tokenizer.eos_token_id)
     sources = read_sources(settings, tokenizer)
+    trace = Trace(settings.trainer.trace_iterations)
     with ExitStack() as stack:
-        pool = stack.enter_context(RewardPool(reward.functions, reward.num_workers, reward.timeout_seconds, reward.max_error_rate))
+        pool = stack.enter_context(
+            RewardPool(reward.functions, reward.num_workers, reward.timeout_seconds, reward.max_error_rate, trace)
+        )
         world = join_world(settings)
         grid = RolloutGrid(world.grid, rollout.tensor_parallel)
         check_memory(rollout, grid)
         tracker = stack.enter_context(Tracker(settings, world.rank, settings.trainer.iterations))
         sources.report(tracker)
         tracker.say(f"{world.size} ranks on {world.device.type}, {settings.trainer.dtype}; {kernels_in_use(world.device)}")
-        roles, residency = _build_roles(settings, world, tracker)
+        roles, residency = _build_roles(settings, world, tracker, trace)
         tracker.say("engine: starting vLLM")
         trainer = settings.trainer
         engine = Engine(settings.actor.path, rollout, trainer.dtype, grid, trainer.seed, settings.data.max_prompt_tokens, stops)
         stack.callback(engine.close)
         reshard = plan_weight_sync(roles[Role.ACTOR], grid)
         tracker.say(f"weight sync: {reshard.plan.explanation()}")
+        # Closed first: after a failure, torchrun ends this rank soon, and an engine may hang.
+        stack.callback(trace.write, Path(trainer.output_dir, "trace", f"rank{world.rank}.json"), world.rank)
         yield Run(
             settings=settings,
             world=world,
             tracker=tracker,
-            clock=StageClock(world.device, world.rank),
+            clock=StageClock(world.device, trace),
+            trace=trace,
             tokenizer=tokenizer,
             sources=sources,
             roles=roles,

@@ -78,7 +78,7 @@ def fit(settings: Settings, objective: Objective) -> None:
         model = build_role(objective.role, objective.head, section.path, settings, world, section.optim)
         held_out = held_out.all() if held_out else None
         before = _measure(model, held_out, objective, settings)
-        clock = StageClock(world.device, world.rank)
+        clock = StageClock(world.device)
         for step in range(total):
             batch = source.batch(step)
             with clock.stage("update"):

@@ -1,8 +1,7 @@
-"""Seconds and peak memory by stage, and the spans for a Chrome trace. Local to a rank; no collective is issued here."""
+"""Seconds and peak memory by stage. Local to a rank; no collective is issued here."""
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -13,17 +12,9 @@ from pathlib import Path
 import psutil
 import torch
 
+from rlhf_mc.tracking.trace import Trace
+
 GIB = 1024**3
-
-
-@dataclass(frozen=True)
-class Span:
-    """One stage that ran: `start` and `end` in seconds since the clock was made, `thread` the native thread id."""
-
-    name: str
-    start: float
-    end: float
-    thread: int
 
 
 @dataclass
@@ -73,26 +64,27 @@ class StageClock:
     kernels; copies on other streams keep running.
     """
 
-    def __init__(self, device: torch.device = torch.device("cpu"), rank: int = 0) -> None:
-        self.spans: list[Span] = []
+    def __init__(self, device: torch.device = torch.device("cpu"), trace: Trace | None = None) -> None:
+        """trace: gets each stage as a span on its track main, and its iterations from here."""
         self._cuda = device if device.type == "cuda" else None
-        self._rank = rank
+        self._trace = Trace(num_iterations=0) if trace is None else trace
         self._lock = threading.Lock()
         self._host = HostMemory()
         self._open: list[_OpenStage] = []
         self._run_peak = 0
-        self._origin = time.perf_counter()
-        self._origin_unix_seconds = time.time()
         self._begin_iteration()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Times the block and notes its peak memory, also when the block raises."""
-        stage = self._enter(name)
-        try:
-            yield
-        finally:
-            self._leave(stage)
+        self._wait_for_kernels()
+        with self._trace.span(name):
+            stage = self._enter(name)
+            try:
+                yield
+            finally:
+                self._wait_for_kernels()
+                self._leave(stage)
 
     def metrics(self, total_num_tokens: int | None = None, num_devices: int = 1) -> dict[str, float]:
         """What this rank spent since the last call (or since the clock was made); then starts the next iteration.
@@ -103,7 +95,7 @@ class StageClock:
         """
         with self._lock:
             self._fold_peaks()
-            seconds = self._now() - self._iteration_start
+            seconds = time.perf_counter() - self._iteration_start
             result = {f"timing_s/{name}": spent for name, spent in self._seconds.items()}
             result |= {"timing_s/step": seconds, "perf/time_per_step": seconds}
             result |= self._memory_metrics()
@@ -120,25 +112,9 @@ class StageClock:
             self._fold_peaks()
             return self._run_peak / GIB
 
-    def write_trace(self, path: Path | str) -> None:
-        """Writes all spans as a Chrome trace (chrome://tracing, ui.perfetto.dev). Files of several ranks can be joined:
-        times are Unix microseconds, the process id is the rank."""
-        with self._lock:
-            spans = list(self.spans)
-        events: list[dict[str, object]] = [
-            {"name": "process_name", "ph": "M", "pid": self._rank, "args": {"name": f"rank {self._rank}"}}
-        ]
-        for span in spans:
-            start_us = (self._origin_unix_seconds + span.start) * 1e6
-            where = {"pid": self._rank, "tid": span.thread}
-            events.append({"name": span.name, "ph": "X", "ts": start_us, "dur": (span.end - span.start) * 1e6, **where})
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-
-    def _now(self) -> float:
-        return time.perf_counter() - self._origin
-
     def _begin_iteration(self) -> None:
-        self._iteration_start = self._now()
+        self._trace.begin_iteration()
+        self._iteration_start = time.perf_counter()
         self._seconds: dict[str, float] = {}
         self._host_peaks: dict[str, int] = {}
         self._device_peaks: dict[str, int] = {}
@@ -146,22 +122,18 @@ class StageClock:
         self._device_peak = 0
 
     def _enter(self, name: str) -> _OpenStage:
-        self._wait_for_kernels()
         with self._lock:
             self._fold_peaks()
-            stage = _OpenStage(name, self._now())
+            stage = _OpenStage(name, time.perf_counter())
             self._open.append(stage)
             return stage
 
     def _leave(self, stage: _OpenStage) -> None:
-        self._wait_for_kernels()
         with self._lock:
             self._fold_peaks()
             self._open.remove(stage)
-            end = self._now()
             name = stage.name
-            self.spans.append(Span(name, stage.start, end, threading.get_native_id()))
-            self._seconds[name] = self._seconds.get(name, 0.0) + end - stage.start
+            self._seconds[name] = self._seconds.get(name, 0.0) + (time.perf_counter() - stage.start)
             self._host_peaks[name] = max(self._host_peaks.get(name, 0), stage.host_peak_bytes)
             self._device_peaks[name] = max(self._device_peaks.get(name, 0), stage.device_peak_bytes)
 

@@ -5,6 +5,7 @@ And a rank that fails with an error: the job ends with that error, not in a coll
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -75,7 +76,7 @@ def test_when_torchrun_is_killed_all_end_and_nothing_stays(training):
 
 
 @pytest.mark.parametrize("training", ["tests.end_to_end.failing_rank"], indirect=True)
-def test_an_error_on_one_rank_ends_all_and_is_the_one_that_is_shown(training):
+def test_an_error_on_one_rank_ends_all_and_is_the_one_that_is_shown(training, tmp_path):
     training.wait_for("     0 ", 300)
     assert training.wait(120) != 0  # the bug comes in the second iteration
     training.seconds_until_gone(SECONDS_TO_DIE)
@@ -84,3 +85,5 @@ def test_an_error_on_one_rank_ends_all_and_is_the_one_that_is_shown(training):
     assert "ZeroDivisionError: the bug of rank 1" in told
     assert told.count("rlhf_mc: train: error") == 1
     assert training.left_in_shared_memory() == []
+    failed = [event for event in json.loads((tmp_path / "out/trace/rank1.json").read_text())["traceEvents"] if "error" in event["args"]]
+    assert [(event["name"], event["args"]["error"]) for event in failed] == [("update_critic", "ZeroDivisionError")]

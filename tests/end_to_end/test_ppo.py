@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ONE_UPDATE = ("tensor_parallel", "replicas", "pipeline")
 ALL = (*ONE_UPDATE, "data_parallel")
 # What two runs of the same numbers may differ in.
-_OF_THE_MACHINE = ("timing_s/", "perf/", "memory_gib/", "offload/")
+_OF_THE_MACHINE = ("timing_s/", "perf/", "memory_gib/", "offload/", "pipeline/")
 
 
 @dataclass(frozen=True)
@@ -207,8 +208,16 @@ def test_the_run_is_written_down(tensor_parallel):
     (run_file,) = directory.glob("wandb/offline-run-*/run-*.wandb")
     assert run_file.stat().st_size > 1000
     assert (directory / "wandb_run_id").read_text().strip() in run_file.name
+
+
+def test_every_rank_leaves_a_trace_of_its_last_iterations(tensor_parallel):
     for rank in (0, 1):
-        assert json.loads((directory / f"trace_rank{rank}.json").read_text())
+        events = json.loads((tensor_parallel.directory / "trace" / f"rank{rank}.json").read_text())["traceEvents"]
+        assert {event["pid"] for event in events} == {rank}
+        named = Counter((event["cat"], event["name"]) for event in events if event["ph"] == "X")
+        assert named["main", "generate"] == named["main", "update_actor"] == 2 and named["main", "save"] == 2
+        assert named["main", "wait/rewards"] >= 2
+        assert named["copies/out", "copy actor optimizer"] and named["copies/in", "copy actor optimizer"]
 
 
 def test_rank_0_tells_the_story_in_order(tensor_parallel):

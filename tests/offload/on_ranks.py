@@ -25,6 +25,7 @@ from rlhf_mc.offload.neighbours import neighbours
 from rlhf_mc.offload.residue import residue
 from rlhf_mc.offload.sizes import Place, RoleKind, role_bytes
 from rlhf_mc.parallel.world import World, seed_everything
+from rlhf_mc.tracking import Trace
 
 OPTIM = Optim(lr=1e-3, weight_decay=0.1)
 #: So small that every part has several storages.
@@ -277,14 +278,16 @@ def swaps_by_schedule(world: World, language: str, value: str, room_for: int | N
     """Three iterations of two roles by PPO's schedule, with a budget that has room for so many whole roles, or none.
 
     peak: most bytes of parts on the device at once.  role: bytes of the larger role.  bucket: of the largest storage.
-    early: parts that were on their way before they were asked for.
+    early: parts that were on their way before they were asked for.  spans: name, track, seconds and arguments of each in the trace.
     """
     models = actor_and_critic(world, language, value, "bf16", True)
+    trace = Trace(num_iterations=1)
     states = [ModelState.of(model, CHUNK_BYTES) for model in models]
     role = max(sum(state.num_bytes(part) for part in TRAINING) for state in states)
     storages = [arena.num_bytes for state in states for arenas in state.arenas.values() for arena in arenas]
     budget = None if room_for is None else room_for * role
-    residency = Residency(world, states, Ledger(), device_budget_bytes=budget, schedule=ppo_visits(Role.ACTOR, Role.CRITIC, []))
+    residency = Residency(world, states, Ledger(), device_budget_bytes=budget, schedule=ppo_visits(Role.ACTOR, Role.CRITIC, []), trace=trace)
+    trace.begin_iteration()
     residency._mover.peak_bytes = 0  # of the start, where each role is built on the device
     early: list[str] = []
     with poisoned(copy_seconds=1e-3):
@@ -298,7 +301,8 @@ def swaps_by_schedule(world: World, language: str, value: str, room_for: int | N
                     one_step(model)
     residency.all_off()
     moved, minimum = residency.ledger.moved(), residency.ledger.minimum()
-    return dict(peak=residency.peak_bytes, role=role, bucket=max(storages), early=early, moved=moved, minimum=minimum)
+    spans = [(span.name, span.track, span.end - span.start, dict(span.args)) for span in trace.iteration_spans()]
+    return dict(peak=residency.peak_bytes, role=role, bucket=max(storages), early=early, moved=moved, minimum=minimum, spans=spans)
 
 
 def planned_settings(world: World, language: str, value: str, share: bool = False) -> tuple[Settings, dict[Role, str]]:

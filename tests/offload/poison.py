@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlhf_mc.offload.arena import Arena
+from rlhf_mc.offload.lane_trace import Job
 from rlhf_mc.offload.lanes import Copied, HostLane
 
 
@@ -32,12 +33,12 @@ def poisoned(copy_seconds: float = 0.0) -> Iterator[None]:
         restore(arena)
         poison(arena)
 
-    def queue_late(lane: HostLane, function: Any, *arguments: Any) -> Copied:
+    def queue_late(lane: HostLane, job: Job, function: Any, *arguments: Any) -> Copied:
         def late(*arguments: Any) -> None:
             time.sleep(copy_seconds)
             function(*arguments)
 
-        return queue(lane, late, *arguments)
+        return queue(lane, job, late, *arguments)
 
     Arena.release, Arena.restore, HostLane._queue = poison_and_release, restore_and_poison, queue_late
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from ranks import Layout
 
@@ -49,6 +51,18 @@ def test_a_swap_takes_no_more_than_the_larger_role_and_a_bucket(ranks, models):
     (seen,) = ranks.run("offload.on_ranks:swaps_by_schedule", room_for=None, **models)
     assert seen["role"] <= seen["peak"] <= seen["role"] + seen["bucket"]
     assert seen["early"] == [] and seen["moved"] == seen["minimum"]
+
+
+def test_the_trace_has_every_byte_that_the_ledger_has(ranks, models):
+    (seen,) = ranks.run("offload.on_ranks:swaps_by_schedule", room_for=None, **models)
+    traced = Counter()
+    for name, track, seconds, args in seen["spans"]:
+        if name.startswith("copy"):
+            assert name == f"copy {args['role']} {args['part']}" and seconds > 0
+            traced[args["role"], args["part"], {"copies/out": "to_host", "copies/in": "to_device"}[track]] += args["bytes"]
+    assert traced == {(role.value, part.label, direction): n for (role, part, direction), n in seen["moved"].items() if n}
+    waits = [(track, args.keys()) for name, track, _, args in seen["spans"] if name == "wait/copies"]
+    assert waits and all(track == "main" and args == {"role", "part"} for track, args in waits)
 
 
 @pytest.mark.parametrize("room_for", [1, 2])

@@ -17,6 +17,7 @@ from rlhf_mc.config import ConfigError, RewardFunction
 from rlhf_mc.rewards.interface import RewardError, RewardSample
 from rlhf_mc.rewards.pool import RewardPool
 from rlhf_mc.rewards.process import Outcome
+from rlhf_mc.tracking import Trace
 
 FILE = Path(__file__).parent / "functions_for_tests.py"
 
@@ -213,6 +214,18 @@ def test_submit_does_not_wait():
         assert time.monotonic() - started < 0.1 and not pending.done()
         assert pool.collect([pending]).functions[0].values == [1.0] * 4
         assert pending.done() and time.monotonic() - started >= 0.4
+
+
+def test_every_call_is_in_the_trace_with_its_time_in_the_queue():
+    trace = Trace(num_iterations=1)
+    with RewardPool([function("slow")], num_workers=2, trace=trace) as pool:
+        pool.score([sample()] * 4)
+    spans = trace.iteration_spans()
+    assert {(span.name, span.track) for span in spans} == {("slow", "rewards")} and len(spans) == 4
+    assert all(span.end - span.start >= 0.2 for span in spans)
+    assert len({span.thread for span in spans}) == 2
+    queued = sorted(span.args["queued_ms"] for span in spans)
+    assert queued[1] < 100 and queued[2] >= 200  # two at once, two after them
 
 
 def test_close_ends_workers_at_once_and_refuses_more():

@@ -1,17 +1,15 @@
-"""The clock: nesting, iterations, whose peak of memory it was, and the trace."""
+"""The clock: nesting, iterations, whose peak of memory it was, and the spans of stages."""
 
 from __future__ import annotations
 
-import json
 import mmap
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from rlhf_mc.tracking import StageClock
+from rlhf_mc.tracking import StageClock, Trace
 from rlhf_mc.tracking.clock import HostMemory
 
 
@@ -78,20 +76,20 @@ def test_device_peak_belongs_to_the_stage_that_had_it() -> None:
     assert metrics["perf/max_memory_allocated_gb"] >= 0.125
 
 
-def test_trace_loads_and_nests(tmp_path: Path) -> None:
-    clock = StageClock(rank=3)
-    before = time.time()
+def test_stages_are_spans_of_the_track_main_and_iterations_are_the_clocks() -> None:
+    trace = Trace(num_iterations=1)
+    trace.add("before", "main", 0.0, 1.0)
+    clock = StageClock(trace=trace)
     with clock.stage("score"), clock.stage("score/actor"):
         thread = threading.Thread(target=_run_stage, args=(clock, "reward"))
         thread.start()
         thread.join()
-    clock.write_trace(tmp_path / "trace.json")
-    events = {e["name"]: e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"}
-    assert set(events) == {"score", "score/actor", "reward"} and {e["pid"] for e in events.values()} == {3}
-    assert events["reward"]["tid"] != events["score"]["tid"] == events["score/actor"]["tid"]
-    outer, inner = events["score"], events["score/actor"]
-    assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1
-    assert abs(outer["ts"] / 1e6 - before) < 5
+    spans = {span.name: span for span in trace.iteration_spans()}
+    assert set(spans) == {"score", "score/actor", "reward"} and {span.track for span in spans.values()} == {"main"}
+    assert spans["reward"].thread != spans["score"].thread == spans["score/actor"].thread
+    assert spans["score"].start <= spans["score/actor"].start <= spans["score/actor"].end <= spans["score"].end
+    assert clock.metrics()["timing_s/score"] <= spans["score"].end - spans["score"].start
+    assert trace.iteration_spans() == []
 
 
 def _run_stage(clock: StageClock, name: str) -> None:
