@@ -161,7 +161,7 @@ def _say_mode(settings: Settings, tracker: Tracker) -> None:
 def start_ppo(settings: Settings) -> Iterator[Run]:
     """Collective over all ranks, once models, data and reward functions were checked.
 
-    The run, closed at the end: engine, trackers, reward workers.
+    The run, closed at the end: engine, trackers, reward workers, the writer of dumps.
     """
     reward, rollout, trainer = settings.reward, settings.rollout, settings.trainer
     tokenizer = load_tokenizer(settings.actor.path, trainer.trust_remote_code)

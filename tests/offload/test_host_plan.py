@@ -29,7 +29,7 @@ def test_rollouts_alone_are_planned_without_optimizers(ranks, language_model, va
     arguments = dict(language=language_model("llama"), value=value_model("llama"), share=False)
     ((whole, _),) = ranks.run("offload.on_ranks:planned_and_taken", **arguments)
     ((planned, taken),) = ranks.run("offload.on_ranks:planned_and_taken", mode="rollout", **arguments)
-    assert planned == taken < whole / 3
+    assert planned == taken < whole / 2
 
 
 def test_the_residue_names_every_owner_and_adds_up(ranks, language_model):
