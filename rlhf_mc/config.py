@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ConfigDict
@@ -18,6 +19,7 @@ from pydantic.dataclasses import dataclass
 from rlhf_mc.contradictions import contradictions
 
 Program = Literal["train", "sft", "reward_model"]
+_ROLLOUT_FILE = "{:06d}.jsonl"
 
 
 class ConfigError(ValueError):
@@ -228,6 +230,8 @@ class Rollout:
     max_running_sequences: int = 64  #: sequences that an engine decodes at once
     kv_cache_gib: float = 1.0  #: KV cache of each rank, GiB
     enforce_eager: bool = True  #: run without CUDA graphs
+    dump: bool = False  #: write each iteration's experience to trainer.output_dir/rollouts
+    replay_dir: str | None = None  #: rollouts directory of another run, for trainer.mode=update; null: none
 
     def check(self, key: str) -> None:
         _check(self.tensor_parallel >= 1, f"{key}.tensor_parallel: {self.tensor_parallel} is not positive")
@@ -355,6 +359,7 @@ class Offload:
 class Trainer:
     """The run as a whole. `device` auto takes CUDA where there is one."""
 
+    mode: Literal["ppo", "rollout", "update"] = "ppo"  #: rollout: make and dump experience only; update: train only, on rollout.replay_dir
     output_dir: str = "runs/default"  #: directory of all that the run writes
     seed: int = 1  #: of everything that is drawn at random
     iterations: int = 100  #: rollouts, each with its update
@@ -364,6 +369,21 @@ class Trainer:
     num_sample_rows: int = 8  #: rows of the sample table
     trace_iterations: int = 2  #: iterations before the present one kept for output_dir/trace/rank*.json; 0: no traces
     trust_remote_code: bool = False  #: run Python code that a model directory brings
+
+    @property
+    def generates(self) -> bool:
+        """Whether the run makes its own experience: it has an engine, a reference and rewards."""
+        return self.mode != "update"
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run updates actor and critic."""
+        return self.mode != "rollout"
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run measures on held-out prompts, which takes an engine and models that change."""
+        return self.generates and self.trains
 
     def check(self, key: str) -> None:
         _check(self.iterations >= 0, f"{key}.iterations: {self.iterations} is negative")
@@ -419,6 +439,19 @@ class Settings:
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence that any program of these settings can meet; rotary tables have this size."""
         return max(self.data.max_prompt_tokens + self.rollout.max_tokens, self.supervised.max_tokens)
+
+    @property
+    def dumps(self) -> bool:
+        """Whether the run writes its experience to files."""
+        return self.rollout.dump or self.trainer.mode == "rollout"
+
+    def dump_file(self, iteration: int) -> Path:
+        """Where a run that dumps writes the experience of an iteration."""
+        return Path(self.trainer.output_dir, "rollouts", _ROLLOUT_FILE.format(iteration))
+
+    def replay_file(self, iteration: int) -> Path:
+        """Where trainer.mode=update, which has a rollout.replay_dir, finds the experience of an iteration."""
+        return Path(self.rollout.replay_dir, _ROLLOUT_FILE.format(iteration))
 
     def check(self, program: Program, world_size: int | None = None) -> None:
         """Refuse, in one ConfigError, every contradiction that shows without a file.

@@ -16,16 +16,35 @@ if TYPE_CHECKING:
 def contradictions(settings: Settings, program: Program, data_parallel: int | None) -> Iterator[str]:
     """All disagreements that matter to `program`; without a data-parallel size, those that do not depend on it."""
     if program == "train":
+        yield from _mode(settings)
         yield from _models(settings)
-        yield from _payment(settings)
-        yield from _ppo_data(settings)
-        yield from _rollout_grid(settings)
+        if settings.trainer.generates:
+            yield from _payment(settings)
+            yield from _prompts(settings)
+            yield from _rollout_grid(settings)
+        yield from _ptx(settings)
         yield from _mini_batch(settings)
         yield from _ppo_sequence_length(settings)
     else:
         yield from _supervised(settings, program)
     if data_parallel is not None:
         yield from _idle_ranks(settings, program, data_parallel)
+
+
+def _mode(settings: Settings) -> Iterator[str]:
+    mode, replay_dir = settings.trainer.mode, settings.rollout.replay_dir
+    if mode == "update" and replay_dir is None:
+        yield (
+            "rollout.replay_dir: null, but trainer.mode: update trains on rollouts of another run; "
+            "name the directory `rollouts` that a run with rollout.dump=true wrote"
+        )
+    if mode == "update" and settings.rollout.dump:
+        yield "rollout.dump: true, but trainer.mode: update makes no rollouts that it could write; set rollout.dump=false"
+    if mode != "update" and replay_dir is not None:
+        yield (
+            f"rollout.replay_dir: {replay_dir} would never be read under trainer.mode: {mode}; "
+            "set trainer.mode=update, or rollout.replay_dir=null"
+        )
 
 
 def _models(settings: Settings) -> Iterator[str]:
@@ -48,10 +67,13 @@ def _payment(settings: Settings) -> Iterator[str]:
         )
 
 
-def _ppo_data(settings: Settings) -> Iterator[str]:
-    data, ptx_coef = settings.data, settings.actor.ptx_coef
-    if not data.train:
+def _prompts(settings: Settings) -> Iterator[str]:
+    if not settings.data.train:
         yield "data.train: []; name the files that hold the prompts"
+
+
+def _ptx(settings: Settings) -> Iterator[str]:
+    data, ptx_coef = settings.data, settings.actor.ptx_coef
     if ptx_coef > 0 and not data.ptx:
         yield f"data.ptx: [], but actor.ptx_coef: {ptx_coef} needs text; name files in data.ptx, or set actor.ptx_coef=0"
     if data.ptx and ptx_coef == 0:
@@ -90,10 +112,12 @@ def _ppo_sequence_length(settings: Settings) -> Iterator[str]:
 
 
 def _ppo_micro_batches(settings: Settings) -> Iterator[tuple[str, MicroBatch]]:
-    yield "actor.micro_batch", settings.actor.micro_batch
-    yield "critic.micro_batch", settings.critic.micro_batch
-    for role in ("actor", "critic", "reference", "reward_model"):
-        yield f"{role}.scoring_micro_batch", getattr(settings, role).scoring_micro_batch
+    if settings.trainer.trains:
+        yield "actor.micro_batch", settings.actor.micro_batch
+        yield "critic.micro_batch", settings.critic.micro_batch
+    if settings.trainer.generates:
+        for role in ("actor", "critic", "reference", "reward_model"):
+            yield f"{role}.scoring_micro_batch", getattr(settings, role).scoring_micro_batch
 
 
 def _supervised(settings: Settings, program: Program) -> Iterator[str]:

@@ -64,9 +64,13 @@ def to_yaml(settings: Settings) -> str:
 
 
 def check_files(settings: Settings, program: Program) -> None:
-    """Refuse, in one ConfigError, every model directory and data file of `program` that is not there."""
+    """Refuse, in one ConfigError, every model directory, data file and rollout file of `program` that is not there."""
     data = settings.data
-    if program == "train":
+    replays = program == "train" and not settings.trainer.generates
+    if replays:
+        models = {"actor.path": settings.actor.path} | _critic_source(settings)
+        files = {"data.ptx": data.ptx}
+    elif program == "train":
         models = {f"{role}.path": getattr(settings, role).path for role in ("actor", "critic", "reference", "reward_model")}
         files = {"data.train": data.train, "data.validation": data.validation, "data.ptx": data.ptx}
     else:
@@ -74,7 +78,14 @@ def check_files(settings: Settings, program: Program) -> None:
         files = {"data.train": data.train, "data.validation": data.validation}
     model_errors = [_model_error(key, Path(path)) for key, path in models.items() if path]
     file_errors = [_file_error(f"{key}.{n}", Path(path)) for key, paths in files.items() for n, path in enumerate(paths)]
-    refuse([error for error in model_errors + file_errors if error])
+    refuse([error for error in (*model_errors, *file_errors, _replay_error(settings) if replays else None) if error])
+
+
+def _critic_source(settings: Settings) -> dict[str, str | None]:
+    """The key and path that the critic starts from."""
+    if settings.critic.path:
+        return {"critic.path": settings.critic.path}
+    return {"reward_model.path": settings.reward_model.path}
 
 
 def _model_error(key: str, path: Path) -> str | None:
@@ -87,6 +98,19 @@ def _model_error(key: str, path: Path) -> str | None:
 
 def _file_error(key: str, path: Path) -> str | None:
     return None if path.is_file() else f"{key}: {path} is not a file (from {Path.cwd()}); name a JSONL or parquet file"
+
+
+def _replay_error(settings: Settings) -> str | None:
+    """What is wrong where trainer.mode=update misses the rollouts of an iteration."""
+    iterations = settings.trainer.iterations
+    missing = next((i for i in range(iterations) if not settings.replay_file(i).is_file()), None)
+    if missing is None:
+        return None
+    fix = f"set trainer.iterations={missing}, or make" if missing else "make"
+    return (
+        f"rollout.replay_dir: {settings.rollout.replay_dir} (from {Path.cwd()}) has no {settings.replay_file(missing).name}, the rollouts "
+        f"of iteration {missing} of trainer.iterations {iterations}; {fix} them by a run with rollout.dump=true"
+    )
 
 
 # ---- the command line

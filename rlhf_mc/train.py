@@ -13,10 +13,12 @@ if TYPE_CHECKING:
 def ppo(settings: Settings) -> None:
     """Collective over all ranks: the whole run."""
     # Imported here, after the settings were checked: vLLM and megatron-core take many seconds.
+    from rlhf_mc.stages.dump import dump
     from rlhf_mc.stages.evaluate import evaluate, sample_rows
     from rlhf_mc.stages.finish import finish
     from rlhf_mc.stages.make_experience import make_experience
     from rlhf_mc.stages.metrics import iteration_metrics
+    from rlhf_mc.stages.replay import replay
     from rlhf_mc.stages.start import start_ppo
     from rlhf_mc.stages.sync_weights import sync_weights
     from rlhf_mc.stages.train import train
@@ -25,13 +27,19 @@ def ppo(settings: Settings) -> None:
     with start_ppo(settings) as run:
         before = evaluate(run, iteration=0)
         for iteration in range(trainer.iterations):
-            synced = sync_weights(run)
-            experience = make_experience(run, iteration)
-            metrics = train(run, experience, iteration)
+            metrics: dict[str, float] = {}
+            if trainer.generates:
+                metrics |= sync_weights(run)
+                experience = make_experience(run, iteration)
+                dump(run, experience, iteration)
+            else:
+                experience = replay(run, iteration)
+            if trainer.trains:
+                metrics |= train(run, experience, iteration)
             if trainer.evaluate_every and (iteration + 1) % trainer.evaluate_every == 0:
                 metrics |= evaluate(run, iteration + 1)
             run.tracker.samples(iteration, sample_rows(run, experience), show=iteration == 0)
-            run.tracker.log(iteration, synced | metrics | iteration_metrics(run, experience))
+            run.tracker.log(iteration, metrics | iteration_metrics(run, experience))
         finish(run, before, after=evaluate(run, trainer.iterations))
 
 

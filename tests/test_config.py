@@ -199,6 +199,48 @@ def test_contradiction_between_sections_of_ppo(overrides, message, fix):
     settings_of(*SUPERVISED, *overrides).check("sft")  # which reads none of these
 
 
+UPDATE = ["trainer.mode=update", "rollout.replay_dir=rollouts", "actor.path=actor", "critic.path=critic"]
+
+
+@pytest.mark.parametrize(
+    "overrides, message, fix",
+    [
+        (["trainer.mode=update"], "rollout.replay_dir: null, but trainer.mode: update trains on", "a run with rollout.dump=true wrote"),
+        ([*UPDATE, "rollout.dump=true"], "rollout.dump: true, but trainer.mode: update makes no rollouts", "set rollout.dump=false"),
+        (["rollout.replay_dir=r"], "rollout.replay_dir: r would never be read under trainer.mode: ppo", "set trainer.mode=update, or"),
+        (["trainer.mode=rollout", "rollout.replay_dir=r"], "rollout.replay_dir: r would never be read under trainer.mode: rollout", "null"),
+    ],
+)
+def test_mode_that_contradicts_the_rollouts(overrides, message, fix):
+    (error,) = errors_of("train", *TRAIN, *overrides)
+    assert error.startswith(message) and fix in error
+    settings_of(*SUPERVISED, *overrides).check("sft")
+
+
+@pytest.mark.parametrize("free", ["actor.scoring_micro_batch.tokens=1", "rollout.tensor_parallel=3", "reward_model.weight=0"])
+def test_update_asks_for_nothing_that_only_rollouts_need(free):
+    settings_of(*UPDATE, free).check("train", 2)
+    assert errors_of("train", *TRAIN, free)
+
+
+def test_rollouts_ask_for_nothing_that_only_updates_need():
+    free = "actor.micro_batch.tokens=1"
+    settings_of(*TRAIN, "trainer.mode=rollout", free).check("train", 2)
+    assert errors_of("train", *TRAIN, free)
+
+
+@pytest.mark.parametrize("mode, generates, trains", [("ppo", True, True), ("rollout", True, False), ("update", False, True)])
+def test_what_a_mode_does(mode, generates, trains):
+    settings = settings_of(f"trainer.mode={mode}")
+    assert (settings.trainer.generates, settings.trainer.trains, settings.trainer.evaluates) == (generates, trains, mode == "ppo")
+    assert settings.dumps == (mode == "rollout") and settings_of("rollout.dump=true").dumps
+
+
+def test_files_of_an_iteration():
+    settings = settings_of("trainer.output_dir=out", "rollout.replay_dir=out/rollouts")
+    assert str(settings.dump_file(12)) == "out/rollouts/000012.jsonl" == str(settings.replay_file(12))
+
+
 def test_supervised_row_that_fits_no_micro_batch():
     overrides = [*SUPERVISED, "supervised.max_tokens=5000"]
     (error,) = errors_of("sft", *overrides)

@@ -24,10 +24,10 @@ ROWS = [
     {"train"},
 ]
 SETTINGS_AND_RECORDS = {"config", "contradictions", "config_keys", "recipe", "batch"}
-SIDE_ROOMS = {"data", "rewards", "tracking"}  # import settings and records only; the last three rows may import them
+SIDE_ROOMS = {"data", "rewards", "rollout_files", "tracking"}  # import settings and records only; the last three rows may import them
 
 WITHOUT_MEGATRON = [
-    "config contradictions config_keys recipe batch algorithms data rewards tracking plan launch",
+    "config contradictions config_keys recipe batch algorithms data rewards rollout_files tracking plan launch",
     "parallel/grids parallel/reshard parallel/microbatches parallel/logprobs",
     "models/hf_config models/weight_layout models/loss",
     "pipeline/dispatch pipeline/schedule",

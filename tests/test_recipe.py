@@ -359,3 +359,31 @@ def test_data_files_that_are_missing_come_at_once(files, program, kinds):
 def test_files_of_the_other_program_do_not_matter(files):
     check_files(settings_of("actor.path=none", "data.ptx=[none]"), "sft")
     check_files(settings_of("supervised.path=none"), "train")
+
+
+def update_of(files: Path, *overrides: str) -> Settings:
+    """trainer.mode=update, from the rollouts of iterations 0 and 1."""
+    for iteration in (0, 1):
+        (files / f"00000{iteration}.jsonl").write_text("")
+    models = [f"actor.path={files / 'model'}", f"critic.path={files / 'model'}"]
+    return settings_of("trainer.mode=update", f"rollout.replay_dir={files}", *models, *overrides)
+
+
+def test_an_update_needs_the_files_that_it_reads_only(files):
+    free = ["data.train=[none]", "data.validation=[none]", "reference.path=none", "reward_model.path=none"]
+    check_files(update_of(files, "trainer.iterations=2", *free), "train")
+    for override in ("actor.path=none", "critic.path=none", "data.ptx=[none]"):
+        with pytest.raises(ConfigError, match=f"{override.partition('=')[0]}.*: none is not a"):
+            check_files(update_of(files, "trainer.iterations=2", override), "train")
+    with pytest.raises(ConfigError, match="reward_model.path: none is not a directory"):
+        check_files(update_of(files, "trainer.iterations=2", "critic.path=null", "reward_model.path=none"), "train")
+
+
+def test_the_first_iteration_without_rollouts_is_named(files):
+    with pytest.raises(ConfigError) as caught:
+        check_files(update_of(files, "trainer.iterations=4"), "train")
+    message = str(caught.value)
+    assert message.startswith(f"rollout.replay_dir: {files} ") and "has no 000002.jsonl, the rollouts of iteration 2 of" in message
+    assert "trainer.iterations 4; set trainer.iterations=2, or make them by a run with rollout.dump=true" in message
+    with pytest.raises(ConfigError, match="has no 000000.jsonl.*; make them by a run"):
+        check_files(update_of(files, "trainer.iterations=4", "rollout.replay_dir=none"), "train")

@@ -39,7 +39,7 @@ def planned_bytes(settings: Settings, paths: Mapping[Role, str], grid: TrainingG
         kind = RoleKind(
             shape=read_shape(path, f"{role.value}.path"),
             value_head=role in _VALUE_HEAD,
-            trained=role in _TRAINED,
+            trained=role in _TRAINED and settings.trainer.trains,
             dtype_bytes=DTYPES[settings.trainer.dtype].itemsize,
             num_positions=settings.longest_sequence,
             distributed_optimizer=settings.parallel.distributed_optimizer,

@@ -1,4 +1,4 @@
-"""Finish: the trained models are written, and the run is summed up."""
+"""Finish: what was trained is written, and the run is summed up."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ import torch
 
 from rlhf_mc.models.role import Role
 from rlhf_mc.offload import Part
+from rlhf_mc.stages.dump import finish_dump
 from rlhf_mc.stages.start import Run
 from rlhf_mc.tracking import Comparison
 
 
 def finish(run: Run, before: dict[str, float], after: dict[str, float]) -> None:
-    """Collective over all ranks. Actor and critic as Hugging Face directories; the ledger, the residue, before and after."""
-    output = Path(run.settings.trainer.output_dir)
-    for role in (Role.ACTOR, Role.CRITIC):
+    """Collective over all ranks. Actor and critic, if trained, as Hugging Face directories; the ledger, the residue, before and after.
+
+    The last dump is complete by then.
+    """
+    settings, output = run.settings, Path(run.settings.trainer.output_dir)
+    finish_dump(run)
+    for role in (Role.ACTOR, Role.CRITIC) if settings.trainer.trains else ():
         with run.clock.stage("save"), run.residency.on_device(role, Part.PARAMS):
             run.roles[role].save(str(output / role.value))
     with run.residency.nobody_on_device():
@@ -26,4 +31,6 @@ def finish(run: Run, before: dict[str, float], after: dict[str, float]) -> None:
     run.tracker.before_and_after("Held-out prompts, greedy", rows)
     peak = run.world.sum_over_ranks(torch.tensor([run.clock.host_peak_gib], dtype=torch.float64)).item()
     run.tracker.say(f"peak of host memory: {peak:.2f} GiB (resident, the peaks of all {run.world.size} ranks added)")
-    run.tracker.say(f"results are in {output.resolve()}: actor/ and critic/ (Hugging Face), metrics.jsonl, samples.jsonl, summary.json")
+    models = "actor/ and critic/ (Hugging Face), " if settings.trainer.trains else ""
+    rollouts = "rollouts/, " if settings.dumps else ""
+    run.tracker.say(f"results are in {output.resolve()}: {models}{rollouts}metrics.jsonl, samples.jsonl, summary.json")

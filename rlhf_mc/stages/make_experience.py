@@ -24,11 +24,11 @@ def generate(run: Run, prompts: PromptBatch, rollout: Rollout, iteration: int, g
     Afterwards the engine is asleep: its memory is the trainer's.
     """
     requests = requests_for(prompts, rollout, run.settings.trainer.seed, iteration)
-    hands = deal(prompts.lengths.tolist(), rollout.samples_per_prompt, run.rollout_grid.num_replicas)
-    mine = hands[run.rollout_grid.replica]
-    completions = run.engine.generate([requests[i] for i in mine], version=run.weight_version, greedy=greedy)
-    run.engine.sleep()
-    completions = gather_completions(mine, completions, run.rollout_grid, run.world.everyone)
+    hands = deal(prompts.lengths.tolist(), rollout.samples_per_prompt, run.sampler.grid.num_replicas)
+    mine = hands[run.sampler.grid.replica]
+    completions = run.sampler.engine.generate([requests[i] for i in mine], version=run.weight_version, greedy=greedy)
+    run.sampler.engine.sleep()
+    completions = gather_completions(mine, completions, run.sampler.grid, run.world.everyone)
     return assemble_rollout(prompts, rollout.samples_per_prompt, completions)
 
 

@@ -24,31 +24,46 @@ from rlhf_mc.parallel.world import World, join_world
 from rlhf_mc.pipeline.engine import Engine, check_memory, check_settings, stop_token_ids
 from rlhf_mc.pipeline.weight_sync import plan_weight_sync, probe_sequence
 from rlhf_mc.rewards.pool import RewardPool
+from rlhf_mc.rollout_files import BackgroundWriter, check_replay
 from rlhf_mc.tracking import StageClock, Trace, Tracker
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Where rows come from: prompts to train on, held-out prompts, text for the ptx loss; the latter two if configured."""
+    """Where rows come from: prompts to answer, held-out prompts, text for the ptx loss; None what this run does not read."""
 
-    prompts: PromptSource
+    prompts: PromptSource | None
     validation: PromptSource | None
     ptx: PretrainText | None
 
     def report(self, tracker: Tracker) -> None:
         """Says how many prompts there are, and which were dropped for their length."""
-        tracker.say(f"data.train: {self.prompts.report}")
+        if self.prompts is not None:
+            tracker.say(f"data.train: {self.prompts.report}")
         if self.validation is not None:
             tracker.say(f"data.validation: {self.validation.report}")
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The engine of this rank with its place in the rollout grid.
+
+    reshard, probe: how the actor's shards become the engine's, and the sequence that proves it.
+    """
+
+    engine: Engine
+    grid: RolloutGrid
+    reshard: Reshard
+    probe: SequenceBatch
 
 
 @dataclass
 class Run:
     """One PPO run on this rank. Only `kl` and `weight_version` change from iteration to iteration (and what the models hold).
 
-    roles: the models by role; the reward model is absent where only functions pay.
+    roles: the models by role; the reward model is absent where only functions pay, and with the reference where the run
+    makes no experience: then there is no sampler, and reward_pool is empty.
     sampling: how the engine draws tokens, for the trainer's log-probs.  weight_version: updates of the actor so far.
-    reshard, probe: how the actor's shards become the engine's, and the sequence that proves it.
     """
 
     settings: Settings
@@ -60,11 +75,9 @@ class Run:
     sources: Sources
     roles: dict[Role, RoleModel]
     residency: Residency
-    engine: Engine
-    rollout_grid: RolloutGrid
-    reshard: Reshard
-    probe: SequenceBatch
+    sampler: Sampler | None
     reward_pool: RewardPool
+    dump_writer: BackgroundWriter
     sampling: Sampling
     kl: KLController
     weight_version: int = 0
@@ -82,7 +95,7 @@ class Run:
 
 def read_sources(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Sources:
     """Reads and encodes all rows. Raises ConfigError for what cannot be read. Alike on every rank; no collective."""
-    data, encoder = settings.data, Encoder(tokenizer, chat_template=settings.data.chat_template)
+    data, trainer, encoder = settings.data, settings.trainer, Encoder(tokenizer, chat_template=settings.data.chat_template)
 
     def prompts(key: str, files: list[str]) -> PromptSource:
         return PromptSource(
@@ -90,27 +103,27 @@ def read_sources(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Sour
             encoder,
             prompts_per_iteration=data.prompts_per_iteration,
             max_prompt_tokens=data.max_prompt_tokens,
-            seed=settings.trainer.seed,
+            seed=trainer.seed,
             shuffle=data.shuffle,
         )
 
-    train = prompts("data.train", data.train)
-    validation = prompts("data.validation", data.validation) if data.validation else None
+    train = prompts("data.train", data.train) if trainer.generates else None
+    validation = prompts("data.validation", data.validation) if data.validation and trainer.evaluates else None
     ptx = None
-    if settings.actor.ptx_coef:
+    if settings.actor.ptx_coef and trainer.trains:
         ptx = PretrainText(
             read_rows(data.ptx, "data.ptx"),
             encoder,
             batch_size=settings.mini_batch_sequences,
             max_tokens=settings.longest_sequence,
-            seed=settings.trainer.seed,
+            seed=trainer.seed,
             shuffle=data.shuffle,
         )
     return Sources(train, validation, ptx)
 
 
 def role_paths(settings: Settings) -> dict[Role, str]:
-    """The Hugging Face directory that each role starts from. The critic starts from the reward model unless named.
+    """The Hugging Face directory that each role of this run starts from. The critic starts from the reward model unless named.
 
     A directory comes first under the role whose key names it, so that what is wrong with it is said of that key.
     """
@@ -120,7 +133,8 @@ def role_paths(settings: Settings) -> dict[Role, str]:
         Role.CRITIC: settings.critic.path or settings.reward_model.path,
         Role.REFERENCE: settings.reference.path or settings.actor.path,
     }
-    return {role: path for role, path in paths.items() if path is not None}
+    needed = set(Role) if settings.trainer.generates else {Role.ACTOR, Role.CRITIC}
+    return {role: path for role, path in paths.items() if path is not None and role in needed}
 
 
 def check_models(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -129,7 +143,8 @@ def check_models(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> None
     Reads no weights; no collective.
     """
     actor = read_shape(settings.actor.path, "actor.path")
-    check_settings(actor, settings.rollout, settings.trainer.dtype, settings.data.max_prompt_tokens)
+    if settings.trainer.generates:
+        check_settings(actor, settings.rollout, settings.trainer.dtype, settings.data.max_prompt_tokens)
     for role, path in role_paths(settings).items():
         key = f"{role.value}.path"
         read_shape(path, key).check_layout(settings.parallel.tensor, settings.parallel.pipeline, key)
@@ -140,7 +155,7 @@ def check_models(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> None
 
 def _build_roles(settings: Settings, world: World, tracker: Tracker, trace: Trace) -> tuple[dict[Role, RoleModel], Residency]:
     """Collective over all ranks. Each role goes to the host as soon as it is built, so that the device never holds two."""
-    trained = {Role.ACTOR: settings.actor.optim, Role.CRITIC: settings.critic.optim}
+    trained = {Role.ACTOR: settings.actor.optim, Role.CRITIC: settings.critic.optim} if settings.trainer.trains else {}
     roles: dict[Role, RoleModel] = {}
     residency = plan_residency(settings, role_paths(settings), world, trace)
     for role, path in role_paths(settings).items():
@@ -151,35 +166,56 @@ def _build_roles(settings: Settings, world: World, tracker: Tracker, trace: Trac
     return roles, residency
 
 
+def _build_sampler(
+    settings: Settings, actor: RoleModel, grid: RolloutGrid, sources: Sources, stops: list[int], tracker: Tracker
+) -> Sampler:
+    """Collective over all ranks. The engine, started, and the way of the weights to it."""
+    tracker.say("engine: starting vLLM")
+    longest = settings.data.max_prompt_tokens
+    engine = Engine(settings.actor.path, settings.rollout, settings.trainer.dtype, grid, settings.trainer.seed, longest, stops)
+    reshard = plan_weight_sync(actor, grid)
+    tracker.say(f"weight sync: {reshard.plan.explanation()}")
+    return Sampler(engine, grid, reshard, probe_sequence(sources.prompts.batch(0).prompt(0), actor.shape.vocab, longest))
+
+
+def _say_mode(settings: Settings, tracker: Tracker) -> None:
+    """What a run that is not a whole PPO leaves out."""
+    if not settings.trainer.trains:
+        tracker.say("trainer.mode=rollout: experience is written to files; nothing is trained or evaluated")
+    if not settings.trainer.generates:
+        tracker.say(f"trainer.mode=update: trains on {settings.rollout.replay_dir}; no engine, reference or rewards, no evaluation")
+
+
 @contextmanager
 def start_ppo(settings: Settings) -> Iterator[Run]:
     """Collective over all ranks, once models, data and reward functions were checked.
 
-    The run, closed at the end: trace, engine, trackers, reward workers. A run that fails leaves its trace too.
+    The run, closed at the end: trace, engine, trackers, reward workers, the writer of dumps. A run that fails leaves its trace.
     """
-    reward, rollout = settings.reward, settings.rollout
-    tokenizer = load_tokenizer(settings.actor.path, settings.trainer.trust_remote_code)
+    reward, rollout, trainer = settings.reward, settings.rollout, settings.trainer
+    tokenizer = load_tokenizer(settings.actor.path, trainer.trust_remote_code)
     check_models(settings, tokenizer)
+    if not trainer.generates:
+        check_replay(settings)
     stops = stop_token_ids(settings.actor.path, tokenizer.eos_token_id)
     sources = read_sources(settings, tokenizer)
-    trace = Trace(settings.trainer.trace_iterations)
+    trace = Trace(trainer.trace_iterations)
     with ExitStack() as stack:
-        pool = stack.enter_context(
-            RewardPool(reward.functions, reward.num_workers, reward.timeout_seconds, reward.max_error_rate, trace)
-        )
+        functions = reward.functions if trainer.generates else []
+        pool = stack.enter_context(RewardPool(functions, reward.num_workers, reward.timeout_seconds, reward.max_error_rate, trace))
         world = join_world(settings)
-        grid = RolloutGrid(world.grid, rollout.tensor_parallel)
-        check_memory(rollout, grid)
-        tracker = stack.enter_context(Tracker(settings, world.rank, settings.trainer.iterations))
+        grid = RolloutGrid(world.grid, rollout.tensor_parallel) if trainer.generates else None
+        if grid is not None:
+            check_memory(rollout, grid)
+        tracker = stack.enter_context(Tracker(settings, world.rank, trainer.iterations))
+        _say_mode(settings, tracker)
         sources.report(tracker)
-        tracker.say(f"{world.size} ranks on {world.device.type}, {settings.trainer.dtype}; {kernels_in_use(world.device)}")
+        tracker.say(f"{world.size} ranks on {world.device.type}, {trainer.dtype}; {kernels_in_use(world.device)}")
         roles, residency = _build_roles(settings, world, tracker, trace)
-        tracker.say("engine: starting vLLM")
-        trainer = settings.trainer
-        engine = Engine(settings.actor.path, rollout, trainer.dtype, grid, trainer.seed, settings.data.max_prompt_tokens, stops)
-        stack.callback(engine.close)
-        reshard = plan_weight_sync(roles[Role.ACTOR], grid)
-        tracker.say(f"weight sync: {reshard.plan.explanation()}")
+        sampler = None
+        if grid is not None:
+            sampler = _build_sampler(settings, roles[Role.ACTOR], grid, sources, stops, tracker)
+            stack.callback(sampler.engine.close)
         # Closed first: after a failure, torchrun ends this rank soon, and an engine may hang.
         stack.callback(trace.write, Path(trainer.output_dir, "trace", f"rank{world.rank}.json"), world.rank)
         yield Run(
@@ -192,11 +228,9 @@ def start_ppo(settings: Settings) -> Iterator[Run]:
             sources=sources,
             roles=roles,
             residency=residency,
-            engine=engine,
-            rollout_grid=grid,
-            reshard=reshard,
-            probe=probe_sequence(sources.prompts.batch(0).prompt(0), roles[Role.ACTOR].shape.vocab, settings.data.max_prompt_tokens),
+            sampler=sampler,
             reward_pool=pool,
+            dump_writer=stack.enter_context(BackgroundWriter()),
             sampling=Sampling(rollout.temperature, rollout.min_tokens, tuple(stops)),
             kl=KLController.from_settings(settings.algorithm.kl),
         )

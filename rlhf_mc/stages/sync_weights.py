@@ -26,17 +26,17 @@ def sync_weights(run: Run) -> dict[str, float]:
     prove that each weight arrived, the probe that it came to the right place. Raises ReshardError or SyncError on every rank.
     """
     with run.clock.stage("sync_weights"):
-        run.engine.sleep()
-        run.engine.wake_weights()
+        run.sampler.engine.sleep()
+        run.sampler.engine.wake_weights()
         with run.residency.on_device(Role.ACTOR, Part.PARAMS):
             run.actor.check_present("params")
-            with run.engine.weight_update(run.weight_version) as write:
-                run.reshard.run(dict(run.actor.decoder.named_parameters()), write)
-            expected = score(run.actor, run.probe, "predicted", run.settings.actor.scoring_micro_batch)
+            with run.sampler.engine.weight_update(run.weight_version) as write:
+                run.sampler.reshard.run(dict(run.actor.decoder.named_parameters()), write)
+            expected = score(run.actor, run.sampler.probe, "predicted", run.settings.actor.scoring_micro_batch)
         with run.residency.nobody_on_device():
-            run.engine.wake_kv_cache()
+            run.sampler.engine.wake_kv_cache()
         difference = prove(run, expected)
-    plan = run.reshard.plan
+    plan = run.sampler.reshard.plan
     return {
         "sync/received_bytes": float(max(plan.received)),
         "sync/bound_bytes": plan.bound,
@@ -49,7 +49,7 @@ def prove(run: Run, expected: Tensor) -> float:
 
     Raises SyncError on every rank where it exceeds the bound.
     """
-    found = run.engine.logprobs(run.probe.tokens.tolist(), version=run.weight_version)
+    found = run.sampler.engine.logprobs(run.sampler.probe.tokens.tolist(), version=run.weight_version)
     differences = torch.zeros(run.world.size)
     differences[run.world.rank] = (found - expected).abs().max()
     if run.world.size > 1:

@@ -15,9 +15,12 @@ from pathlib import Path
 import pytest
 from end_to_end.job import ROOT, Job, start
 from end_to_end.task import Task, written
+from rollout_files import experiences
 
 from rlhf_mc.config import ConfigError
 from rlhf_mc.launch import refuse_foreign_apex
+from rlhf_mc.recipe import load_settings
+from rlhf_mc.rollout_files import conditions
 
 BROKEN_FUNCTION = "import a_module_that_nobody_has\n\ndef reward(sample):\n    return 1.0\n"
 
@@ -46,6 +49,8 @@ MESSAGES = {
     "no_stop_token": ["no eos_token_id in generation_config.json, config.json or the tokenizer"],
     "unknown_key": ["actor.lr: no such key; did you mean actor.optim.lr?"],
     "wrong_type": ['trainer.iterations: "many" is str; expected int'],
+    "no_rollouts": ["rollout.replay_dir: ", "has no 000000.jsonl, the rollouts of iteration 0 of trainer.iterations 3; make them by a run"],
+    "other_rollouts": ["rollout.samples_per_prompt: 2, but ", "000000.jsonl was made with 4; set rollout.samples_per_prompt=4"],
     "nothing_pays": ["pay nothing; name a reward model or a reward function"],
 }  # fmt: skip
 
@@ -78,6 +83,17 @@ def without_stop_token(task: Task) -> str:
     settings = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in settings.items() if k != "eos_token"}))
     return str(path)
+
+
+def update_from(directory: Path) -> dict[str, str]:
+    """What makes a run one that trains from the rollouts there."""
+    return {"trainer.mode": "update", "rollout.replay_dir": str(directory)}
+
+
+def rollouts_of_four_samples(task: Task) -> Path:
+    """The directory of a file that was made with 4 samples of each prompt."""
+    settings, _ = load_settings(written(task.overrides(task.directory / "never") | {"rollout.samples_per_prompt": "4"}))
+    return experiences.written(task.directory / "rollouts" / "000000.jsonl", settings=conditions(settings)).parent
 
 
 def wrong_overrides(task: Task) -> dict[str, dict[str, str]]:
@@ -116,6 +132,8 @@ def wrong_overrides(task: Task) -> dict[str, dict[str, str]]:
         "no_stop_token": dict.fromkeys(("actor.path", "reward_model.path"), without_stop_token(task)),
         "unknown_key": {"actor.lr": "1"},
         "wrong_type": {"trainer.iterations": "many"},
+        "no_rollouts": update_from(task.directory),
+        "other_rollouts": update_from(rollouts_of_four_samples(task)) | {"trainer.iterations": "1"},
         "nothing_pays": {"reward_model.weight": "0"},
     }
 

@@ -305,10 +305,12 @@ def swaps_by_schedule(world: World, language: str, value: str, room_for: int | N
     return dict(peak=residency.peak_bytes, role=role, bucket=max(storages), early=early, moved=moved, minimum=minimum, spans=spans)
 
 
-def planned_settings(world: World, language: str, value: str, share: bool = False) -> tuple[Settings, dict[Role, str]]:
+def planned_settings(
+    world: World, language: str, value: str, share: bool = False, mode: str = "ppo"
+) -> tuple[Settings, dict[Role, str]]:
     """Settings of a run with four roles, and their directories."""
     settings = Settings(
-        trainer=Trainer(device="cpu", dtype="bf16"),
+        trainer=Trainer(mode=mode, device="cpu", dtype="bf16"),
         parallel=Parallel(world.grid.tensor, world.grid.pipeline),
         offload=Offload(share_host_copies=share),
     )
@@ -326,14 +328,14 @@ def small_host(world: World, language: str, value: str, available_bytes: int) ->
     return "nothing"
 
 
-def planned_and_taken(world: World, language: str, value: str, share: bool) -> tuple[int, int]:
+def planned_and_taken(world: World, language: str, value: str, share: bool, mode: str = "ppo") -> tuple[int, int]:
     """Bytes of host copies on this rank: by the plan, and as the Residency has them once all roles are built."""
-    settings, paths = planned_settings(world, language, value, share)
+    settings, paths = planned_settings(world, language, value, share, mode)
     sharing = world.grid.data if share else 1
     needs = host_needs(planned_bytes(settings, paths, world.grid), sharing, offload=True, on_cpu=False)
     residency = plan_residency(settings, paths, world)
     for role, path in paths.items():
-        optim = OPTIM if role in (Role.ACTOR, Role.CRITIC) else None
+        optim = OPTIM if role in (Role.ACTOR, Role.CRITIC) and settings.trainer.trains else None
         head = "value" if role in (Role.CRITIC, Role.REWARD) else "language"
         residency.adopt(ModelState.of(build_role(role, head, path, settings, world, optim)))
     assert residency.resident_bytes == 0

@@ -25,6 +25,13 @@ def test_the_plan_is_what_is_then_taken(ranks, language_model, value_model, layo
         assert planned == taken > 0
 
 
+def test_rollouts_alone_are_planned_without_optimizers(ranks, language_model, value_model):
+    arguments = dict(language=language_model("llama"), value=value_model("llama"), share=False)
+    ((whole, _),) = ranks.run("offload.on_ranks:planned_and_taken", **arguments)
+    ((planned, taken),) = ranks.run("offload.on_ranks:planned_and_taken", mode="rollout", **arguments)
+    assert planned == taken < whole / 2
+
+
 def test_the_residue_names_every_owner_and_adds_up(ranks, language_model):
     ((owners, resident, table),) = ranks.run("offload.on_ranks:residue_of_cpu_rank", language=language_model("llama"))
     assert owners["states of roles"] == 0 and owners["megatron's global buffers"] == 0
