@@ -1,13 +1,16 @@
-"""Runs a reshard plan: packs what others want, exchanges it bucket by bucket, hands each block to whoever writes it, and proves it.
+"""Runs a reshard plan: blocks travel from where they lie to where they shall lie, bucket by bucket, and are proven to be there.
 
-While one bucket is written, the next one travels. A checksum of every block, taken where it lies at its source before it is
-sent, must equal that of the same block where it lies after it was written; the sums are compared among all ranks of the group.
+Rows that are contiguous on both sides go straight from the trainer's weight into the engine's; small blocks and columns are
+packed into one message for each pair of ranks. While one bucket is copied on this rank, the next one travels. A checksum of
+every block where it lies at its source must equal that of the block where it lies in the end; the sums are compared among all
+ranks of the group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,8 +18,7 @@ from torch import Tensor
 
 from rlhf_mc.parallel.reshard import Block, ReshardPlan
 
-Blocks = Sequence[tuple[Block, Tensor]]
-Write = Callable[[Blocks], Sequence[Tensor]]
+_DIRECT_BYTES = 1 << 20  # measured: smaller messages cost more than to pack them on one side and unpack them on the other
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
@@ -24,84 +26,150 @@ class ReshardError(RuntimeError):
     """Weights did not arrive as they were sent. The message names the rank and the weights."""
 
 
-@dataclass(frozen=True)
-class _Message:
-    """This rank's part in one bucket. sends, receives: blocks in the order of the message.
+class Places(Protocol):
+    """Where blocks go. It is asked for the blocks of a bucket before they come, and told when they are there."""
 
-    send_sizes, receive_sizes: elements to and from each rank.  is_exchanged: whether any two ranks exchange anything.
-    """
+    def places(self, blocks: Sequence[Block]) -> Sequence[Tensor]:
+        """For each block the memory that it shall fill, in its shape."""
+
+    def filled(self, blocks: Sequence[Block]) -> None:
+        """These blocks lie in their places."""
+
+
+@dataclass(frozen=True)
+class _Share:
+    """This rank's part in one bucket: blocks to copy, to send and to receive, the latter two in the same order on both ends."""
 
     local: tuple[Block, ...]
     sends: tuple[Block, ...]
     receives: tuple[Block, ...]
-    send_sizes: list[int]
-    receive_sizes: list[int]
-    is_exchanged: bool
 
     @staticmethod
-    def of(bucket: Sequence[Block], rank: int, num_ranks: int) -> _Message:
-        sends = sorted((b for b in bucket if b.source == rank and not b.is_local), key=lambda b: b.target)
-        receives = sorted((b for b in bucket if b.target == rank and not b.is_local), key=lambda b: b.source)
-        return _Message(
+    def of(bucket: Sequence[Block], rank: int) -> _Share:
+        return _Share(
             local=tuple(b for b in bucket if b.is_local and b.target == rank),
-            sends=tuple(sends),
-            receives=tuple(receives),
-            send_sizes=[sum(b.numel for b in sends if b.target == other) for other in range(num_ranks)],
-            receive_sizes=[sum(b.numel for b in receives if b.source == other) for other in range(num_ranks)],
-            is_exchanged=any(not b.is_local for b in bucket),
+            sends=tuple(b for b in bucket if not b.is_local and b.source == rank),
+            receives=tuple(b for b in bucket if not b.is_local and b.target == rank),
         )
+
+    @property
+    def wanted(self) -> tuple[Block, ...]:
+        """All blocks that come to lie on this rank."""
+        return self.local + self.receives
+
+
+@dataclass
+class _Transfer:
+    """A bucket on its way, packed messages ahead, so that they are unpacked while the others still travel.
+
+    unpack: (place, the message's part that belongs there); late: the same of direct messages whose place is not contiguous.
+    alive: messages that are still being sent.
+    """
+
+    places: list[Tensor]
+    packed: list[dist.Work] = field(default_factory=list)
+    direct: list[dist.Work] = field(default_factory=list)
+    unpack: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    late: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    alive: list[Tensor] = field(default_factory=list)
 
 
 class Reshard:
     """A plan on this rank of the group that shares one copy of the trained model.
 
-    Holds no memory between runs. In a run: two messages out and two in, each of a bucket at most.
+    Holds no memory between runs; in a run at most two buckets of packed messages, one that travels and one that is unpacked.
     """
 
     def __init__(self, plan: ReshardPlan, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
         self.plan, self.group, self.device, self.dtype = plan, group, device, dtype
         self.rank = group.rank()
-        self._messages = [_Message.of(bucket, self.rank, plan.num_ranks) for bucket in plan.buckets]
+        self._shares = [_Share.of(bucket, self.rank) for bucket in plan.buckets]
         self._word = _common_word(plan, dtype.itemsize)
 
-    def run(self, params: Mapping[str, Tensor], write: Write, prove: bool = True) -> None:
-        """Collective over the group. Each block that this rank wants goes through `write` once, bucket by bucket.
+    @torch.no_grad()
+    def run(self, params: Mapping[str, Tensor], engine: Places, prove: bool = True) -> None:
+        """Collective over the group. Each block that this rank wants comes to lie in its place in `engine`.
 
-        params: this rank's shard, by the source's names.
-        write: takes (block, values) pairs, of which the values are good until it returns, and returns where each of them lies
-        then.  prove: false leaves the checksums out, to measure what they cost.  Raises ReshardError on every rank of the group where what lies there is not what was sent.
+        params: this rank's shard, by the source's names.  prove: false leaves the checksums out, to measure what they cost.
+        Raises ReshardError on every rank of the group where what lies there is not what was sent.
         """
-        sums = torch.zeros(len(self._messages), self.plan.num_ranks, dtype=torch.int64, device=self.device)
-        ahead = self._send(0, params, sums, prove)
-        for bucket, message in enumerate(self._messages):
-            work, received, _ = ahead
-            ahead = self._send(bucket + 1, params, sums, prove)
-            if work is not None:
-                work.wait()
-            blocks = [(block, _lying_in(params, block)) for block in message.local] + _unpacked(message.receives, received)
-            for _, values in blocks[: len(message.local)] if prove else ():
-                sums[bucket, self.rank] += self._checksum(values)
-            written = write(blocks)
-            for values in written if prove else ():
-                sums[bucket, self.rank] -= self._checksum(values)
+        sums = torch.zeros(len(self._shares), self.plan.num_ranks, dtype=torch.int64, device=self.device)
+        ahead = self._start(self._shares[0], params, engine)
+        for number, share in enumerate(self._shares):
+            transfer, later = ahead, self._shares[number + 1 : number + 2]
+            ahead = self._start(later[0], params, engine) if later else _Transfer([])
+            self._complete(share, transfer, params)
+            if prove:
+                for block in share.sends + share.local:
+                    sums[number, block.target] += self._checksum(_lying_in(params, block))
+                for place in transfer.places:
+                    sums[number, self.rank] -= self._checksum(place)
+            engine.filled(share.wanted)
         self._compare(sums)
 
-    def _send(self, bucket: int, params: Mapping[str, Tensor], sums: Tensor, prove: bool) -> tuple[dist.Work | None, Tensor, Tensor]:
-        """Starts one bucket's exchange; nothing after the last. Returns what to wait for, and the two messages, to keep them alive."""
-        if bucket == len(self._messages) or not self._messages[bucket].is_exchanged:
-            nothing = torch.empty(0, dtype=self.dtype, device=self.device)
-            return None, nothing, nothing
-        message = self._messages[bucket]
-        packed = torch.empty(sum(message.send_sizes), dtype=self.dtype, device=self.device)
-        received = torch.empty(sum(message.receive_sizes), dtype=self.dtype, device=self.device)
-        for block, slot in _unpacked(message.sends, packed):
-            slot.copy_(_lying_in(params, block))
-            if prove:
-                sums[bucket, block.target] += self._checksum(slot)
-        work = dist.all_to_all_single(
-            received, packed, message.receive_sizes, message.send_sizes, group=self.group, async_op=True
-        )
-        return work, received, packed
+    def _start(self, share: _Share, params: Mapping[str, Tensor], engine: Places) -> _Transfer:
+        """Sets one bucket going."""
+        transfer = _Transfer(list(engine.places(share.wanted)))
+        incoming = list(zip(share.receives, transfer.places[len(share.local) :], strict=True))
+        packed = [op for peer in range(self.plan.num_ranks) for op in self._packed(peer, share, incoming, params, transfer)]
+        transfer.packed = dist.batch_isend_irecv(packed) if packed else []
+        operations = []
+        for block, place in incoming:
+            if self._is_direct(block):
+                target = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
+                operations.append(self._operation(dist.irecv, target, block.source))
+                if target is not place:
+                    transfer.late.append((place, target))
+        for block in share.sends:
+            if self._is_direct(block):
+                transfer.alive.append(_lying_in(params, block).contiguous())
+                operations.append(self._operation(dist.isend, transfer.alive[-1], block.target))
+        transfer.direct = dist.batch_isend_irecv(operations) if operations else []
+        return transfer
+
+    def _packed(
+        self,
+        peer: int,
+        share: _Share,
+        incoming: Sequence[tuple[Block, Tensor]],
+        params: Mapping[str, Tensor],
+        transfer: _Transfer,
+    ) -> list[dist.P2POp]:
+        """The messages to and from one rank with all that does not travel by itself."""
+        operations = []
+        receives = [(block, place) for block, place in incoming if block.source == peer and not self._is_direct(block)]
+        if receives:
+            message = self._message([block for block, _ in receives])
+            operations.append(self._operation(dist.irecv, message, peer))
+            parts = _parts(message, [block for block, _ in receives])
+            transfer.unpack += [(place, part) for (_, place), part in zip(receives, parts)]
+        sends = [block for block in share.sends if block.target == peer and not self._is_direct(block)]
+        if sends:
+            message = self._message(sends)
+            for block, part in zip(sends, _parts(message, sends)):
+                part.copy_(_lying_in(params, block))
+            operations.append(self._operation(dist.isend, message, peer))
+            transfer.alive.append(message)
+        return operations
+
+    def _complete(self, share: _Share, transfer: _Transfer, params: Mapping[str, Tensor]) -> None:
+        """Copies what this rank holds itself, then takes the rest as it comes."""
+        for block, place in zip(share.local, transfer.places):
+            place.copy_(_lying_in(params, block))
+        for works, arrived in ((transfer.packed, transfer.unpack), (transfer.direct, transfer.late)):
+            for work in works:
+                work.wait()
+            for place, part in arrived:
+                place.copy_(part)
+
+    def _is_direct(self, block: Block) -> bool:
+        return block.dim == 0 and block.numel * self.dtype.itemsize >= _DIRECT_BYTES
+
+    def _message(self, blocks: Sequence[Block]) -> Tensor:
+        return torch.empty(sum(block.numel for block in blocks), dtype=self.dtype, device=self.device)
+
+    def _operation(self, way: Callable, tensor: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(way, tensor, group=self.group, group_peer=peer)
 
     def _checksum(self, values: Tensor) -> Tensor:
         """Sum of the block's bytes as integers, modulo 2**64: any change of a single word changes it."""
@@ -136,7 +204,7 @@ def _lying_in(params: Mapping[str, Tensor], block: Block) -> Tensor:
     return params[block.source_param].detach().narrow(block.dim, block.source_start, block.length)
 
 
-def _unpacked(blocks: Sequence[Block], message: Tensor) -> list[tuple[Block, Tensor]]:
-    """Each block with its place in the message, in the block's shape."""
-    places = message.split([block.numel for block in blocks]) if blocks else ()
-    return [(block, place.view(block.dims)) for block, place in zip(blocks, places, strict=True)]
+def _parts(message: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
+    """Each block's part of the message, in the block's shape."""
+    parts = message.split([block.numel for block in blocks])
+    return [part.view(block.dims) for block, part in zip(blocks, parts, strict=True)]

@@ -29,9 +29,8 @@ from torch import Tensor
 from rlhf_mc.config import ConfigError, Rollout
 from rlhf_mc.models.hf_config import ModelShape, read_shape
 from rlhf_mc.models.weight_layout import engine_pieces, hf_shapes
-from rlhf_mc.parallel.exchange import Blocks, Write
 from rlhf_mc.parallel.grids import RolloutGrid
-from rlhf_mc.parallel.reshard import Piece
+from rlhf_mc.parallel.reshard import Block, Piece
 from rlhf_mc.pipeline.dispatch import Completion, SampleRequest
 
 if TYPE_CHECKING:
@@ -61,6 +60,24 @@ def stop_token_ids(model_path: str, tokenizer_eos_id: int | None = None) -> list
     if not ids:
         raise ConfigError(f"{model_path}: no eos_token_id in generation_config.json, config.json or the tokenizer; add one")
     return sorted(ids)
+
+
+class WeightUpdate:
+    """An update of an engine's weights that is going on: see `Places`. missing: elements of the shard that did not come yet."""
+
+    def __init__(self, llm: LLM, missing: int) -> None:
+        self._llm, self.missing = llm, missing
+
+    def places(self, blocks: Sequence[Block]) -> list[Tensor]:
+        """For each block the memory that it shall fill."""
+        places: list[Tensor] = []
+        self._llm.collective_rpc("update_weights", kwargs={"update_info": {"blocks": blocks, "places": places}})
+        return places
+
+    def filled(self, blocks: Sequence[Block]) -> None:
+        """These blocks lie in their places."""
+        self.missing -= sum(block.numel for block in blocks)
+        self._llm.collective_rpc("update_weights", kwargs={"update_info": {"blocks": blocks, "filled": True}})
 
 
 class Engine:
@@ -201,29 +218,20 @@ class Engine:
         )
 
     @contextlib.contextmanager
-    def weight_update(self, version: int) -> Iterator[Write]:
+    def weight_update(self, version: int) -> Iterator[WeightUpdate]:
         """Replaces all weights by version `version`, which the engine holds at the end of the block. Local to the rank.
 
-        Gives the function that writes blocks of this rank's shard and says where they lie afterwards. Forgets cached prefixes.
-        Raises EngineError where blocks are missing at the end. After an error in the block the engine is of no more use:
-        vLLM cannot take back half an update.
+        Gives the places for the blocks of this rank's shard. Forgets cached prefixes. Raises EngineError where blocks are
+        missing at the end. After an error in the block the engine is of no more use: vLLM cannot take back half an update.
         """
         if self._update_unfinished:
             raise EngineError("an earlier weight update failed and left parts of two versions in the engine; start the run again")
         self.weight_version, self._update_unfinished = None, True
-        missing = self._shard_numel
-
-        def write(blocks: Blocks) -> list[Tensor]:
-            nonlocal missing
-            missing -= sum(block.numel for block, _ in blocks)
-            written: list[Tensor] = []
-            self._llm.collective_rpc("update_weights", kwargs={"update_info": {"blocks": blocks, "written": written}})
-            return written
-
+        update = WeightUpdate(self._llm, self._shard_numel)
         self._llm.collective_rpc("start_weight_update")
-        yield write
-        if missing:
-            raise EngineError(f"weight update {version}: {missing} elements of this rank's shard were not sent, or sent twice")
+        yield update
+        if update.missing:
+            raise EngineError(f"weight update {version}: {update.missing} elements of this rank's shard were not sent, or sent twice")
         self._llm.collective_rpc("finish_weight_update")
         self._llm.reset_prefix_cache()
         self.weight_version, self._update_unfinished = version, False

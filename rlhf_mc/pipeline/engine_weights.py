@@ -12,27 +12,24 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlhf_mc.parallel.exchange import Blocks
+from rlhf_mc.parallel.exchange import Places
 from rlhf_mc.parallel.reshard import Block, Piece, Shapes
 
 _EMBEDDING = "model.embed_tokens.weight"
 
 
-class WeightWriter(Protocol):
-    """Takes one update of all weights: start, any number of writes, finish."""
+class WeightWriter(Places, Protocol):
+    """Takes one update of all weights: start, then places that are filled, then finish."""
 
     def start(self) -> None:
         """Before the first block."""
-
-    def write(self, blocks: Blocks) -> Sequence[Tensor]:
-        """Writes the blocks; where each of them lies then, to be read back."""
 
     def finish(self) -> None:
         """After the last block; the weights are in use from here on."""
 
 
 class InPlaceWriter:
-    """Writes each block straight to where the model computes from. Rows that belong to no piece (padding) become zero."""
+    """Each block goes straight to where the model computes from. Rows that belong to no piece (padding) become zero."""
 
     def __init__(self, params: Mapping[str, Tensor], pieces: Iterable[Piece]) -> None:
         self._params = params
@@ -51,15 +48,12 @@ class InPlaceWriter:
     def start(self) -> None:
         """Nothing to prepare."""
 
-    @torch.no_grad()
-    def write(self, blocks: Blocks) -> Sequence[Tensor]:
-        """Copies; the places in the model's own weights."""
-        places = []
-        for block, values in blocks:
-            place = self._params[block.target_param].narrow(block.dim, block.target_start, block.length)
-            place.copy_(values)
-            places.append(place)
-        return places
+    def places(self, blocks: Sequence[Block]) -> Sequence[Tensor]:
+        """Places in the model's own weights."""
+        return [self._params[b.target_param].detach().narrow(b.dim, b.target_start, b.length) for b in blocks]
+
+    def filled(self, blocks: Sequence[Block]) -> None:
+        """Nothing to do: they are in use."""
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -83,7 +77,8 @@ def _padding(params: Mapping[str, Tensor], pieces: Iterable[Piece]) -> Iterable[
 class ReloadWriter:
     """Gathers the blocks of each Hugging Face tensor and hands it to the model's own reload.
 
-    A tensor has its whole shape, of which only this rank's rows are filled: the model's loader takes those and no others.
+    A tensor has its whole shape, of which only this rank's rows are filled: the model's loader takes those and no others, and
+    on CPU, the only device where a model repacks, memory that nobody touched costs nothing.
     load: takes (name, tensor) pairs between `begin` and `end`.  tied: the output layer gets the embedding as well, since a
     model that repacks has a packed copy there.
     """
@@ -93,11 +88,12 @@ class ReloadWriter:
         pieces: Iterable[Piece],
         shapes: Shapes,
         tied: bool,
+        dtype: torch.dtype,
         begin: Callable[[], None],
         load: Callable[[list[tuple[str, Tensor]]], object],
         end: Callable[[], None],
     ) -> None:
-        self._shapes, self._tied = shapes, tied
+        self._shapes, self._tied, self._dtype = shapes, tied, dtype
         self._begin, self._load, self._end = begin, load, end
         self._due: dict[str, int] = {}
         for piece in pieces:
@@ -111,30 +107,28 @@ class ReloadWriter:
         self._missing, self._partial = dict(self._due), {}
         self._begin()
 
-    @torch.no_grad()
-    def write(self, blocks: Blocks) -> Sequence[Tensor]:
-        """Copies into tensors of whole shape. They are handed on at the next call, so that they can be read back before."""
-        self._hand_on()
-        return [self._put(block, values) for block, values in blocks]
+    def places(self, blocks: Sequence[Block]) -> Sequence[Tensor]:
+        """Places in tensors of whole shape."""
+        return [self._whole(b.name).narrow(b.dim, b.whole_start, b.length) for b in blocks]
 
-    def _put(self, block: Block, values: Tensor) -> Tensor:
-        if block.name not in self._partial:
-            self._partial[block.name] = torch.empty(self._shapes[block.name], dtype=values.dtype, device=values.device)
-        place = self._partial[block.name].narrow(block.dim, block.whole_start, block.length)
-        place.copy_(values)
-        self._missing[block.name] -= block.numel
-        return place
+    def _whole(self, name: str) -> Tensor:
+        if name not in self._partial:
+            self._partial[name] = torch.empty(self._shapes[name], dtype=self._dtype)
+        return self._partial[name]
 
-    def _hand_on(self) -> None:
-        """The tensors that are complete go to the model, which keeps them until it has all of a layer."""
-        complete = [name for name in self._partial if self._missing[name] == 0]
-        for name in complete:
-            tensor = self._partial.pop(name)
-            self._load([(name, tensor)])
-            if self._tied and name == _EMBEDDING:
-                self._load([("lm_head.weight", tensor)])
+    def filled(self, blocks: Sequence[Block]) -> None:
+        """Tensors that are complete now go to the model, which keeps them until it has all of a layer."""
+        for block in blocks:
+            self._missing[block.name] -= block.numel
+        for name in {block.name: None for block in blocks if self._missing[block.name] == 0}:
+            self._hand_on(name)
+
+    def _hand_on(self, name: str) -> None:
+        tensor = self._partial.pop(name)
+        self._load([(name, tensor)])
+        if self._tied and name == _EMBEDDING:
+            self._load([("lm_head.weight", tensor)])
 
     def finish(self) -> None:
-        """Hands on the rest and closes the reload."""
-        self._hand_on()
+        """Closes the reload."""
         self._end()

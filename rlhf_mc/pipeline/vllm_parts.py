@@ -6,11 +6,11 @@ Imported by engine.py only, after the environment that vLLM reads at import was 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
 import vllm.distributed.parallel_state as vllm_groups
 from torch import Tensor
 from vllm.config import set_current_vllm_config
@@ -20,10 +20,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-from rlhf_mc.models.weight_layout import engine_pieces, hf_shapes
 from rlhf_mc.models.hf_config import read_shape
-from rlhf_mc.parallel.exchange import Blocks
+from rlhf_mc.models.weight_layout import engine_pieces, hf_shapes
 from rlhf_mc.parallel.grids import RolloutGrid
+from rlhf_mc.parallel.reshard import Block
 from rlhf_mc.pipeline.engine_weights import InPlaceWriter, ReloadWriter, WeightWriter
 
 BLOCKS_BACKEND = "rlhf_mc_blocks"
@@ -67,10 +67,11 @@ def executor_for(grid: RolloutGrid, ident: str) -> type:
 
 @dataclass
 class BlocksUpdate(WeightTransferUpdateInfo):
-    """Blocks with their values, of this process's memory. The engine puts into `written` where they lie afterwards."""
+    """Blocks of this process's memory: for those to come the engine puts their places into `places`, or they are `filled`."""
 
-    blocks: Blocks
-    written: list[Tensor] = field(default_factory=list)
+    blocks: Sequence[Block]
+    places: list[Tensor] = field(default_factory=list)
+    filled: bool = False
 
 
 class BlocksTransferEngine(WeightTransferEngine[WeightTransferInitInfo, BlocksUpdate]):
@@ -99,18 +100,22 @@ class BlocksTransferEngine(WeightTransferEngine[WeightTransferInitInfo, BlocksUp
             pieces,
             hf_shapes(shape, value_head=False),
             shape.tied,
+            self.model_config.dtype,
             begin=lambda: initialize_layerwise_reload(self.model),
             load=self.model.load_weights,
             end=lambda: finalize_layerwise_reload(self.model, self.model_config),
         )
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Writes blocks. Without vLLM's synchronisation of the device: they come on the stream that will read them."""
+        """One step. Without vLLM's synchronisation of the device: blocks come on the stream that will read them."""
         self.receive_weights(BlocksUpdate(**update_info))
 
     def receive_weights(self, update_info: BlocksUpdate) -> None:
-        """Writes blocks, and notes where they lie."""
-        update_info.written += self._writer.write(update_info.blocks)
+        """Says where blocks shall go, or takes note that they are there."""
+        if update_info.filled:
+            self._writer.filled(update_info.blocks)
+        else:
+            update_info.places += self._writer.places(update_info.blocks)
 
     def finish_weight_update(self) -> None:
         """Closes the update; the new weights are in use."""

@@ -30,8 +30,8 @@ def sync_weights(run: Run) -> dict[str, float]:
         run.sampler.engine.wake_weights()
         with run.residency.on_device(Role.ACTOR, Part.PARAMS):
             run.actor.check_present("params")
-            with run.sampler.engine.weight_update(run.weight_version) as write:
-                run.sampler.reshard.run(dict(run.actor.decoder.named_parameters()), write)
+            with run.sampler.engine.weight_update(run.weight_version) as update:
+                run.sampler.reshard.run(dict(run.actor.decoder.named_parameters()), update)
             expected = score(run.actor, run.sampler.probe, "predicted", run.settings.actor.scoring_micro_batch)
         with run.residency.nobody_on_device():
             run.sampler.engine.wake_kv_cache()

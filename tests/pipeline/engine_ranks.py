@@ -74,10 +74,12 @@ def blocks_of(model: PreTrainedModel, grid: RolloutGrid) -> list[tuple[Block, to
 
 
 def load(engine: Engine, blocks: list[tuple[Block, torch.Tensor]], version: int) -> None:
-    with engine.weight_update(version) as write:
+    with engine.weight_update(version) as update:
         for start in range(0, len(blocks), 5):
-            for (_, values), written in zip(blocks[start : start + 5], write(blocks[start : start + 5]), strict=True):
-                assert torch.equal(values, written)
+            some = blocks[start : start + 5]
+            for place, (_, values) in zip(update.places([block for block, _ in some]), some, strict=True):
+                place.copy_(values)
+            update.filled([block for block, _ in some])
 
 
 def message_of(action) -> str:

@@ -48,16 +48,16 @@ def sync(world: World, path: str, rollout: int, bucket_bytes: int) -> dict[str, 
     engine = _empty_engine(pieces, shapes)
     in_place = InPlaceWriter(engine, pieces)
     in_place.start()
-    reshard.run(params, in_place.write)
+    reshard.run(params, in_place)
     in_place.finish()
 
     loaded: dict[str, Tensor] = {}
     calls: list[str] = []
     reload = ReloadWriter(
-        pieces, shapes, shape.tied, lambda: calls.append("begin"), lambda pairs: loaded.update(pairs), lambda: calls.append("end")
+        pieces, shapes, shape.tied, torch.float32, lambda: calls.append("begin"), lambda pairs: loaded.update(pairs), lambda: calls.append("end")
     )
     reload.start()
-    reshard.run(params, reload.write)
+    reshard.run(params, reload)
     reload.finish()
     return {
         "tensor_rank": grid.tensor_rank,
@@ -74,40 +74,62 @@ def sync_with_a_flipped_bit(world: World, path: str, rollout: int, victim: int) 
     shape = read_shape(path, "actor.path")
     pieces = engine_pieces(shape, grid.tensor, grid.tensor_rank)
     writer = InPlaceWriter(_empty_engine(pieces, hf_shapes(shape, value_head=False)), pieces)
-    damaged = []
-
-    def write(blocks):
-        places = writer.write(blocks)
-        if world.rank == victim and not damaged and places:
-            places[-1].view(torch.int32).view(-1)[-1:].bitwise_xor_(1)
-            damaged.append(True)
-        return places
-
+    damage = _Damage(writer, reshard) if world.rank == victim else writer
     try:
-        reshard.run(params, write)
+        reshard.run(params, damage)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
+class _Damage:
+    """Places of which one loses a bit between the copy and the checksum: the read-back of the checksum itself flips it."""
+
+    def __init__(self, writer: InPlaceWriter, reshard: Reshard) -> None:
+        self._writer, self._complete = writer, reshard._complete
+        self._due = True
+        reshard._complete = self._complete_and_flip
+
+    def _complete_and_flip(self, share, transfer, params) -> None:
+        self._complete(share, transfer, params)
+        if self._due and transfer.places:
+            place = transfer.places[-1].view(torch.int32)
+            place[(slice(-1, None),) * place.dim()].bitwise_xor_(1)
+            self._due = False
+
+    def places(self, blocks):
+        return self._writer.places(blocks)
+
+    def filled(self, blocks) -> None:
+        self._writer.filled(blocks)
+
+
 def count_collectives(world: World, path: str, rollout: int) -> tuple[int, int]:
     """Exchanges that one sync makes, and the buckets of its plan."""
     reshard, params, grid = _reshard(world, path, rollout, 1 << 16)
-    exchange = dist.all_to_all_single
-    with mock.patch.object(dist, "all_to_all_single", side_effect=exchange) as calls:
-        reshard.run(params, lambda blocks: [values for _, values in blocks])
+    messages = dist.batch_isend_irecv
+    with mock.patch.object(dist, "batch_isend_irecv", side_effect=messages) as calls:
+        reshard.run(params, _Scratch())
     return calls.call_count, len(reshard.plan.buckets)
 
 
-def sync_where_a_rank_fails(world: World, path: str, rollout: int) -> None:
-    """A sync whose writer fails on rank 1 at the third bucket; the other ranks are then in the next exchange."""
-    reshard, params, _ = _reshard(world, path, rollout, 6000)
-    buckets = []
+class _Scratch:
+    """Places that nobody reads; may fail when asked for the n-th time."""
 
-    def write(blocks):
-        buckets.append(blocks)
-        if world.rank == 1 and len(buckets) == 3:
+    def __init__(self, fails_at: int | None = None) -> None:
+        self._asked, self._fails_at = 0, fails_at
+
+    def places(self, blocks) -> list[Tensor]:
+        self._asked += 1
+        if self._asked == self._fails_at:
             raise MemoryError("no room on rank 1")
-        return [values for _, values in blocks]
+        return [torch.empty(block.dims) for block in blocks]
 
-    reshard.run(params, write)
+    def filled(self, blocks) -> None:
+        pass
+
+
+def sync_where_a_rank_fails(world: World, path: str, rollout: int) -> None:
+    """A sync whose engine fails on rank 1 at the third bucket; the other ranks are then in the next exchange."""
+    reshard, params, _ = _reshard(world, path, rollout, 6000)
+    reshard.run(params, _Scratch(fails_at=3 if world.rank == 1 else None))
