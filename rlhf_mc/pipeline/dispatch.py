@@ -7,7 +7,7 @@ i * samples_per_prompt + j, the order of RolloutBatch. The engine itself is in e
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,15 +69,15 @@ def requests_for(prompts: PromptBatch, rollout: Rollout, run_seed: int, iteratio
     ]
 
 
-def deal(prompt_lengths: Sequence[int], samples_per_prompt: int, num_replicas: int) -> list[list[int]]:
-    """Sample indices for each replica: every sample once, counts that differ by one at most, long prompts spread.
+def deal(expected_tokens: Sequence[float], samples_per_prompt: int, num_replicas: int) -> list[list[int]]:
+    """Sample indices for each replica: every sample once, counts that differ by one at most, long ones spread.
 
-    Samples are dealt from the longest prompt to the shortest, forth and back over the replicas, so that the first
-    replica does not get the longer one of every round. Each hand is sorted: samples of one prompt stay neighbours,
-    where the prefix cache serves them.
+    expected_tokens: of each prompt, tokens that one sample of it is expected to have. Samples are dealt from the longest to
+    the shortest, forth and back over the replicas, so that the first replica does not get the longer one of every round.
+    Each hand is sorted: samples of one prompt stay neighbours, where the prefix cache serves them.
     """
-    samples = range(len(prompt_lengths) * samples_per_prompt)
-    longest_first = sorted(samples, key=lambda sample: -prompt_lengths[sample // samples_per_prompt])
+    samples = range(len(expected_tokens) * samples_per_prompt)
+    longest_first = sorted(samples, key=lambda sample: -expected_tokens[sample // samples_per_prompt])
     hands: list[list[int]] = [[] for _ in range(num_replicas)]
     for position, sample in enumerate(longest_first):
         tour, seat = divmod(position, num_replicas)
@@ -85,24 +85,49 @@ def deal(prompt_lengths: Sequence[int], samples_per_prompt: int, num_replicas: i
     return [sorted(hand) for hand in hands]
 
 
-def gather_completions(
-    indices: Sequence[int], completions: Sequence[Completion], grid: RolloutGrid, group: dist.ProcessGroup
-) -> list[Completion]:
-    """Collective over `group`, which holds all ranks (gloo): the completions of all samples, in order, on every rank.
+class ResponseLengths:
+    """How long the responses to each prompt were when it was last sampled. The same on every rank, since rollouts are."""
 
-    indices: the samples of this rank's replica; completions: theirs. Only the first rank of a replica contributes.
-    Raises ValueError on every rank where a sample came back never or twice.
+    def __init__(self) -> None:
+        self._of_prompt: dict[tuple[int, ...], float] = {}
+        self._mean = 0.0
+
+    def expected_tokens(self, prompts: PromptBatch) -> list[float]:
+        """For each prompt, its tokens and those of one response; of a prompt never seen, the mean response of the last rollout."""
+        return [
+            length + self._of_prompt.get(tuple(tokens.tolist()), self._mean)
+            for tokens, length in zip(prompts.tokens.split(prompts.lengths.tolist()), prompts.lengths.tolist())
+        ]
+
+    def observe(self, rollout: RolloutBatch) -> None:
+        """Remembers the mean response length of each prompt of a rollout."""
+        lengths = rollout.response_lengths.double()
+        self._mean = float(lengths.mean())
+        counts = torch.bincount(rollout.groups)
+        means = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, rollout.groups, lengths) / counts
+        firsts = dict(zip(reversed(rollout.groups.tolist()), reversed(range(len(rollout)))))
+        for group, first in firsts.items():
+            self._of_prompt[tuple(rollout.prompt(first))] = float(means[group])
+
+
+def gather_completions(
+    mine: Mapping[int, Completion], grid: RolloutGrid, group: dist.ProcessGroup
+) -> dict[int, Completion]:
+    """Collective over `group`, which holds all ranks (gloo): the completions of all replicas, by sample, on every rank.
+
+    mine: those of this rank's replica, by sample; only the replica's first rank contributes.
+    Raises ValueError on every rank where a sample came back twice.
     """
-    mine = list(zip(indices, completions, strict=True)) if grid.tensor_rank == 0 else []
-    header = torch.tensor([_header(index, completion) for index, completion in mine], dtype=torch.int64)
-    tokens = torch.tensor([token for _, c in mine for token in c.token_ids], dtype=torch.int64)
-    logprobs = torch.tensor([value for _, c in mine for value in c.logprobs], dtype=torch.float32)
+    ours = sorted(mine.items()) if grid.tensor_rank == 0 else []
+    header = torch.tensor([_header(sample, completion) for sample, completion in ours], dtype=torch.int64)
+    tokens = torch.tensor([token for _, c in ours for token in c.token_ids], dtype=torch.int64)
+    logprobs = torch.tensor([value for _, c in ours for value in c.logprobs], dtype=torch.float32)
     everyone = zip(*(_all_gather_ragged(values, group) for values in (header.flatten(), tokens, logprobs)), strict=True)
-    found = [pair for shares in everyone for pair in _completions_from(*shares)]
-    found.sort(key=lambda pair: pair[0])
-    if [index for index, _ in found] != list(range(len(found))):
-        raise ValueError(f"samples came back as {[index for index, _ in found]}: each must come back once")
-    return [completion for _, completion in found]
+    found = sorted((pair for shares in everyone for pair in _completions_from(*shares)), key=lambda pair: pair[0])
+    samples = [sample for sample, _ in found]
+    if len(set(samples)) < len(samples):
+        raise ValueError(f"samples came back as {samples}: each must come back once")
+    return dict(found)
 
 
 def assemble_rollout(prompts: PromptBatch, samples_per_prompt: int, completions: Sequence[Completion]) -> RolloutBatch:

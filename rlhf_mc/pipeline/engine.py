@@ -16,7 +16,7 @@ import os
 import random
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +112,7 @@ class Engine:
         self.weight_version: int | None = None
         self._kv_cache_awake = True
         self._update_unfinished = False
+        self._running: dict[int, None] = {}
 
     def _start(self, model_path: str, dtype: str, grid: RolloutGrid, seed: int) -> LLM:
         """Collective over all ranks: vLLM with this rank in its place.
@@ -153,22 +154,58 @@ class Engine:
         return llm
 
     def generate(self, requests: Sequence[SampleRequest], *, version: int, greedy: bool = False) -> list[Completion]:
-        """Collective over the replica's ranks: one completion per request, in order, sampled from weights `version`.
+        """Collective over the replica's ranks: one completion per request, in order. See `submit` for what holds of them."""
+        self.submit(dict(enumerate(requests)), version=version, greedy=greedy)
+        found: dict[int, Completion] = {}
+        while self.num_running:
+            found |= self.step()
+        return [found[position] for position in range(len(requests))]
+
+    def submit(self, requests: Mapping[int, SampleRequest], *, version: int, greedy: bool = False) -> None:
+        """Queues requests under their numbers, to be sampled from weights `version` by `step`. No collective, but all ranks of a
+        replica must submit the same in the same order.
 
         Log-probs are those of the distribution sampled from: temperature applied; before `min_tokens` without the stop
         tokens, the others renormalised, which a trainer must do as well. Greedy ones are at temperature 1.
-        Raises EngineError before the first `weight_update`, for another version than asked, while asleep, for a
-        request that does not fit, and where a log-prob is not finite.
+        Raises EngineError before the first `weight_update`, for another version than asked, while asleep, while earlier
+        requests run, and for a request that does not fit; then none is queued.
         """
         self._check_ready(version)
+        if self.num_running:
+            raise EngineError(f"{self.num_running} earlier requests are not finished; step until they are, or call abort")
         self._check_requests(requests)
-        if not requests:
-            return []
-        prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
-        parameters = [self._sampling_params(request, greedy) for request in requests]
-        with _rng_kept():
-            outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
-        return [_completion(output) for output in outputs]
+        for number, request in requests.items():
+            prompt = {"prompt_token_ids": request.prompt_ids}
+            self._llm.llm_engine.add_request(str(number), prompt, self._sampling_params(request, greedy))
+        self._running = dict.fromkeys(requests)
+
+    def step(self) -> dict[int, Completion]:
+        """Collective over the replica's ranks: one step of the engine; what finished in it, by number. {} where nothing runs.
+
+        Raises EngineError where a log-prob is not finite. After any error no request is left running.
+        """
+        if not self._running:
+            return {}
+        try:
+            with _rng_kept():
+                outputs = self._llm.llm_engine.step()
+            finished = {int(output.request_id): _completion(output) for output in outputs if output.finished}
+        except BaseException:
+            self.abort()
+            raise
+        for number in finished:
+            del self._running[number]
+        return finished
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are submitted and not finished."""
+        return len(self._running)
+
+    def abort(self) -> None:
+        """Forgets all requests that are not finished."""
+        self._llm.llm_engine.abort_request([str(number) for number in self._running])
+        self._running = {}
 
     def logprobs(self, token_ids: list[int], *, version: int) -> Tensor:
         """Collective over the replica's ranks: float32[len - 1], the model's log-prob of each token after the first, at temperature 1.
@@ -176,7 +213,7 @@ class Engine:
         Computed afresh, not from cached prefixes. Raises EngineError as `generate` does.
         """
         self._check_ready(version)
-        self._check_requests([SampleRequest(token_ids, seed=0, max_tokens=1)])
+        self._check_requests({0: SampleRequest(token_ids, seed=0, max_tokens=1)})
         from vllm import SamplingParams
 
         with _rng_kept():
@@ -193,19 +230,20 @@ class Engine:
         if not self._kv_cache_awake:
             raise EngineError("the engine's KV cache is asleep; call wake_kv_cache first")
 
-    def _check_requests(self, requests: Sequence[SampleRequest]) -> None:
-        for position, request in enumerate(requests):
+    def _check_requests(self, requests: Mapping[int, SampleRequest]) -> None:
+        for number, request in requests.items():
             length, bound = len(request.prompt_ids), self._max_prompt_tokens
             if not 1 <= length <= bound or request.max_tokens > self._settings.max_tokens:
                 raise EngineError(
-                    f"request {position}: prompt of {length} tokens and max_tokens {request.max_tokens} do not lie within 1 to "
+                    f"request {number}: prompt of {length} tokens and max_tokens {request.max_tokens} do not lie within 1 to "
                     f"data.max_prompt_tokens = {bound} and rollout.max_tokens = {self._settings.max_tokens}"
                 )
             if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._shape.vocab:
-                raise EngineError(f"request {position}: a token id lies outside the vocabulary of {self._shape.vocab}")
+                raise EngineError(f"request {number}: a token id lies outside the vocabulary of {self._shape.vocab}")
 
     def _sampling_params(self, request: SampleRequest, greedy: bool) -> SamplingParams:
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         return SamplingParams(
             temperature=0.0 if greedy else self._settings.temperature,
@@ -215,6 +253,7 @@ class Engine:
             stop_token_ids=self._stops,
             logprobs=0,
             detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     @contextlib.contextmanager
