@@ -250,6 +250,21 @@ class Rollout:
 
 
 @_settings_record
+class Pipeline:
+    """Generating, rewarding and scoring of one rollout: one after the other, or as far as possible side by side."""
+
+    mode: Literal["serial", "pipelined"] = "pipelined"  #: pipelined: reward functions and scoring begin before the rollout is complete
+    chunks: int | None = None  #: parts that a rollout is cut into; null: chosen from the costs of earlier iterations
+    chunk_by: Literal["prompts", "finished"] = "prompts"  #: neighbouring prompts, or the samples that finish first
+    score_while_generating: bool = False  #: score between engine steps on a shared device too; it must hold a role beside the engine
+    steps_per_exchange: int = 16  #: engine steps after which the ranks tell each other what has finished
+
+    def check(self, key: str) -> None:
+        _check(self.chunks is None or self.chunks >= 1, f"{key}.chunks: {self.chunks} is not positive; null: chosen from measured costs")
+        _check(self.steps_per_exchange >= 1, f"{key}.steps_per_exchange: {self.steps_per_exchange} is not positive")
+
+
+@_settings_record
 class KL:
     """Distance to the reference: in the reward (k1, fixed or adaptive) or as a loss (k2 or k3), or none.
 
@@ -416,6 +431,7 @@ class Settings:
     reward_model: RewardModel = field(default_factory=RewardModel)
     reward: Reward = field(default_factory=Reward)
     rollout: Rollout = field(default_factory=Rollout)
+    pipeline: Pipeline = field(default_factory=Pipeline)
     algorithm: Algorithm = field(default_factory=Algorithm)
     offload: Offload = field(default_factory=Offload)
     wandb: Wandb = field(default_factory=Wandb)

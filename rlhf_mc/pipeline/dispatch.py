@@ -130,24 +130,32 @@ def gather_completions(
     return dict(found)
 
 
-def assemble_rollout(prompts: PromptBatch, samples_per_prompt: int, completions: Sequence[Completion]) -> RolloutBatch:
-    """Prompts and the completions of all samples, in order, as one RolloutBatch."""
-    if len(completions) != len(prompts) * samples_per_prompt:
-        raise ValueError(f"{len(completions)} completions for {len(prompts)} prompts with {samples_per_prompt} samples each")
-    groups = torch.arange(len(prompts)).repeat_interleave(samples_per_prompt)
+def assemble_rollout(
+    prompts: PromptBatch, samples_per_prompt: int, completions: Mapping[int, Completion], samples: Sequence[int] | None = None
+) -> RolloutBatch:
+    """Prompts and completions as one RolloutBatch, of these samples in this order; None: of all.
+
+    Raises ValueError where a sample has not come back.
+    """
+    wanted = range(len(prompts) * samples_per_prompt) if samples is None else samples
+    missing = [sample for sample in wanted if sample not in completions]
+    if missing:
+        raise ValueError(f"{len(missing)} of {len(wanted)} samples have not come back, the first is {missing[0]}")
+    groups = torch.tensor([sample // samples_per_prompt for sample in wanted], dtype=torch.int64)
+    chosen = [completions[sample] for sample in wanted]
     prompt_tokens = prompts.tokens.split(prompts.lengths.tolist())
     pieces = [
         piece
-        for group, completion in zip(groups.tolist(), completions)
+        for group, completion in zip(groups.tolist(), chosen)
         for piece in (prompt_tokens[group], torch.tensor(completion.token_ids, dtype=torch.int64))
     ]
     return RolloutBatch(
         tokens=torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64),
         prompt_lengths=prompts.lengths[groups],
-        response_lengths=torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int64),
-        rollout_logprobs=torch.tensor([value for c in completions for value in c.logprobs], dtype=torch.float32),
-        truncated=torch.tensor([c.finish_reason == "length" for c in completions], dtype=torch.bool),
-        stop_reasons=[c.finish_reason for c in completions],
+        response_lengths=torch.tensor([len(c.token_ids) for c in chosen], dtype=torch.int64),
+        rollout_logprobs=torch.tensor([value for c in chosen for value in c.logprobs], dtype=torch.float32),
+        truncated=torch.tensor([c.finish_reason == "length" for c in chosen], dtype=torch.bool),
+        stop_reasons=[c.finish_reason for c in chosen],
         groups=groups,
         rows=[prompts.rows[group] for group in groups.tolist()],
     )

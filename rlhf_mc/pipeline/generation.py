@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 
 from rlhf_mc.parallel.grids import RolloutGrid
 from rlhf_mc.pipeline.dispatch import Completion, SampleRequest, gather_completions
 from rlhf_mc.pipeline.engine import Engine
+
+if TYPE_CHECKING:
+    from rlhf_mc.tracking import Trace
 
 
 class Generation(Protocol):
@@ -42,6 +45,20 @@ class ReplicaLoad:
     longest: int
 
 
+def load_metrics(loads: Sequence[ReplicaLoad]) -> dict[str, float]:
+    """rollout/...: what people look at to see whether replicas are balanced, and how long the last one kept the others waiting."""
+    rates = [load.tokens / load.busy if load.busy else 0.0 for load in loads]
+    busy = [load.busy for load in loads]
+    return {
+        "rollout/tokens_per_second": sum(load.tokens for load in loads) / max(busy) if max(busy) else 0.0,
+        "rollout/tokens_per_second/slowest_replica": min(rates),
+        "rollout/sequences_running": sum(load.running for load in loads) / len(loads),
+        "rollout/longest_response": float(max(load.longest for load in loads)),
+        "rollout/idle_seconds": max(load.idle for load in loads),
+        "rollout/slowest_replica_share": max(busy) / (sum(busy) / len(busy)) if sum(busy) else 1.0,
+    }
+
+
 class LocalGeneration:
     """By the engines in the ranks' own processes. Between two exchanges every rank makes the same number of engine steps, or
     fewer where its replica has nothing left; so exchanges come in the same order everywhere, whatever the lengths.
@@ -56,6 +73,7 @@ class LocalGeneration:
         hand: Sequence[int],
         version: int,
         steps: int,
+        trace: Trace,
         greedy: bool = False,
     ) -> None:
         """No collective. hand: the samples of this rank's replica.  steps: engine steps between two exchanges.
@@ -63,6 +81,7 @@ class LocalGeneration:
         group: all ranks (gloo).
         """
         self._engine, self._grid, self._group, self._steps = engine, grid, group, steps
+        self._trace = trace
         self._left = len(requests)
         self._tokens = self._engine_steps = self._running = self._longest = 0
         self._start = self._last = time.perf_counter()
@@ -81,15 +100,22 @@ class LocalGeneration:
         for _ in range(self._steps):
             if not self._engine.num_running:
                 break
-            self._running += self._engine.num_running
-            self._engine_steps += 1
-            mine |= self._engine.step()
-            self._last = time.perf_counter()
+            self._step(mine)
         self._tokens += sum(len(completion.token_ids) for completion in mine.values())
         self._longest = max([self._longest, *(len(completion.token_ids) for completion in mine.values())])
         found = gather_completions(mine, self._grid, self._group)
         self._left -= len(found)
         return found
+
+    def _step(self, mine: dict[int, Completion]) -> None:
+        """One engine step, noted down."""
+        running = self._engine.num_running
+        self._trace.counter("sequences running", running)
+        with self._trace.span("step", track="engine", running=running):
+            mine |= self._engine.step()
+        self._running += running
+        self._engine_steps += 1
+        self._last = time.perf_counter()
 
     def replicas(self) -> list[ReplicaLoad]:
         """Collective over all ranks. What each replica did."""

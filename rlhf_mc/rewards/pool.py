@@ -11,7 +11,7 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isnan, nan
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -75,6 +75,10 @@ class PendingRewards:
     def done(self) -> bool:
         """Whether `RewardPool.collect` would return without waiting."""
         return all(call is None or call.done() for calls in self.calls for call in calls)
+
+    def seconds(self) -> float:
+        """What all calls took together, once they are done."""
+        return sum(call.result().seconds for calls in self.calls for call in calls if call is not None)
 
 
 @dataclass(frozen=True)
@@ -189,9 +193,10 @@ class RewardPool:
             start.set_exception(error)
         while (task := self._tasks.get()) is not None:
             try:
+                start = time.perf_counter()
                 with self._span(task):
                     call = worker.call(task.function, task.sample)
-                task.call.set_result(call)
+                task.call.set_result(replace(call, seconds=time.perf_counter() - start))
             except BaseException as error:
                 task.call.set_exception(error)
         worker.close()

@@ -37,12 +37,14 @@ class Call:
     """One sample at one function. `reward` is None unless scored.
 
     fault: what went wrong and where, equal for equal faults.  report: the traceback, or a sentence.
+    seconds: what the call took in the worker, time in the queue not counted.
     """
 
     outcome: Outcome
     reward: float | list[float] | None = None
     fault: str = ""
     report: str = ""
+    seconds: float = 0.0
 
 
 class WorkerProcess:

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import torch
 
-from rlhf_mc.batch import Experience
+from rlhf_mc.batch import Experience, PromptBatch, RolloutBatch
 from rlhf_mc.models.role import Role
-from rlhf_mc.stages.make_experience import generate, score_with
-from rlhf_mc.stages.score_functions import collect_functions, submit_functions
+from rlhf_mc.offload import Part
+from rlhf_mc.pipeline.dispatch import Completion, assemble_rollout
+from rlhf_mc.stages.make_experience import score_on_device
+from rlhf_mc.stages.score_functions import FunctionScores
 from rlhf_mc.stages.start import Run
 from rlhf_mc.stages.sync_weights import sync_weights
 from rlhf_mc.tracking import SampleRow
@@ -24,13 +26,27 @@ def evaluate(run: Run, iteration: int) -> dict[str, float]:
         return {}
     sync_weights(run)
     with run.clock.stage("evaluate"):
-        rollout = generate(run, run.sources.validation.all(), replace(run.settings.rollout, samples_per_prompt=1), iteration, greedy=True)
-        results = collect_functions(run, submit_functions(run, rollout))
+        rollout = greedy_rollout(run, run.sources.validation.all(), iteration)
+        functions = FunctionScores(run)
+        functions.submit(rollout, list(range(len(rollout))))
+        results, _ = functions.collect()
         metrics = {f"val/{r.function.label}": torch.tensor(r.values).nanmean().item() for r in results.functions}
         metrics["val/response_length"] = rollout.response_lengths.float().mean().item()
         if Role.REWARD in run.roles:
-            metrics["val/reward_model"] = score_with(run, Role.REWARD, rollout, "last").mean().item()
+            with run.residency.on_device(Role.REWARD, Part.PARAMS):
+                metrics["val/reward_model"] = score_on_device(run, Role.REWARD, rollout).mean().item()
     return metrics
+
+
+def greedy_rollout(run: Run, prompts: PromptBatch, iteration: int) -> RolloutBatch:
+    """Collective over all ranks. One greedy answer to each prompt. Afterwards the engine is asleep."""
+    once = replace(run.settings.rollout, samples_per_prompt=1)
+    generation = run.sampler.start(prompts, once, run.settings.trainer.seed, iteration, run.weight_version, greedy=True)
+    completions: dict[int, Completion] = {}
+    while not generation.done:
+        completions |= generation.advance()
+    run.sampler.finish(generation)
+    return assemble_rollout(prompts, 1, completions)
 
 
 def sample_rows(run: Run, experience: Experience) -> list[SampleRow]:

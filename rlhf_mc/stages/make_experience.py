@@ -1,64 +1,182 @@
-"""Make experience: prompts are answered by the engine, and the answers are scored by each role in its turn."""
+"""Make experience: prompts are answered by the engine, and the answers are scored by each role in its turn, chunk by chunk."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from rlhf_mc.algorithms.advantages import gae, whiten
 from rlhf_mc.algorithms.kl import mean_sequence_kl, token_rewards
 from rlhf_mc.batch import Experience, PromptBatch, RolloutBatch
-from rlhf_mc.config import Rollout
 from rlhf_mc.models.passes import score
 from rlhf_mc.models.role import Role
 from rlhf_mc.offload import Part
 from rlhf_mc.parallel.packing import Asked
-from rlhf_mc.pipeline.dispatch import assemble_rollout, deal, gather_completions, requests_for
+from rlhf_mc.pipeline.chunks import Chunk, Chunker
+from rlhf_mc.pipeline.dispatch import Completion, assemble_rollout
+from rlhf_mc.pipeline.executor import execute
+from rlhf_mc.pipeline.schedule import Costs, Operation, Resources, choose_chunks, groups_of, pipelined, serial
 from rlhf_mc.rewards.mix import MixedRewards, mix_rewards
-from rlhf_mc.stages.score_functions import collect_functions, submit_functions
+from rlhf_mc.rewards.pool import RewardResults
+from rlhf_mc.stages.score_functions import FunctionScores
 from rlhf_mc.stages.start import Run
 
-
-def generate(run: Run, prompts: PromptBatch, rollout: Rollout, iteration: int, greedy: bool = False) -> RolloutBatch:
-    """Collective over all ranks. Each replica answers its share of the samples; every rank gets all of them, in order.
-
-    Afterwards the engine is asleep: its memory is the trainer's.
-    """
-    requests = requests_for(prompts, rollout, run.settings.trainer.seed, iteration)
-    hands = deal(prompts.lengths.tolist(), rollout.samples_per_prompt, run.sampler.grid.num_replicas)
-    mine = hands[run.sampler.grid.replica]
-    completions = run.sampler.engine.generate([requests[i] for i in mine], version=run.weight_version, greedy=greedy)
-    run.sampler.engine.sleep()
-    completions = gather_completions(mine, completions, run.sampler.grid, run.world.everyone)
-    return assemble_rollout(prompts, rollout.samples_per_prompt, completions)
+_FIRST_CHUNKS = 4  # before anything was measured
 
 
-def score_with(run: Run, role: Role, rollout: RolloutBatch, asked: Asked) -> Tensor:
-    """Collective over all ranks. The role alone on the device; its log-probs or values [R], or its scores [B]."""
-    section = getattr(run.settings, role.value)
-    with run.clock.stage(f"score/{role.value}"), run.residency.on_device(role, Part.PARAMS):
-        return score(run.roles[role], rollout.sequences, asked, section.scoring_micro_batch, run.sampling)
+def scoring_roles(run: Run) -> list[Role]:
+    """In the order in which they score: such that each is loaded as seldom as possible. The critic, last here, is first to train."""
+    return [role for role in (Role.REFERENCE, Role.REWARD, Role.ACTOR, Role.CRITIC) if role in run.roles]
+
+
+def asked_of(role: Role) -> Asked:
+    """The reward model scores a sequence at its last token; the others say a number for each response token."""
+    return "last" if role is Role.REWARD else "predicted"
 
 
 def make_experience(run: Run, iteration: int) -> Experience:
-    """Collective over all ranks. One rollout with everything that the update needs, the same on every rank.
+    """Collective over all ranks. One rollout with everything that the update needs, the same on every rank."""
+    with run.clock.stage("make_experience"):
+        prompts = run.sources.prompts.batch(iteration)
+        making = Making(run, prompts, iteration, num_chunks(run, prompts))
+        execute(making.operations(), making)
+        run.costs = making.costs()
+        run.sampler.lengths.observe(making.rollout)
+        return making.experience()
 
-    The order of the roles is such that each is loaded as seldom as possible: the critic, last here, is first to train.
-    """
-    with run.clock.stage("generate"):
-        rollout = generate(run, run.sources.prompts.batch(iteration), run.settings.rollout, iteration)
-    functions = submit_functions(run, rollout)
-    with run.clock.stage("score"):
-        ref_logprobs = score_with(run, Role.REFERENCE, rollout, "predicted")
-        model_scores = score_with(run, Role.REWARD, rollout, "last") if Role.REWARD in run.roles else None
-        old_logprobs = score_with(run, Role.ACTOR, rollout, "predicted")
-        values = score_with(run, Role.CRITIC, rollout, "predicted")
-    with run.clock.stage("reward_functions"):
-        results = collect_functions(run, functions)
-    settings = run.settings
-    mixed = mix_rewards(
-        results, rollout.response_lengths, rollout.truncated, settings.reward, model_scores, settings.reward_model.weight
+
+def resources_of(run: Run) -> Resources:
+    """What a schedule may use side by side."""
+    pipeline = run.settings.pipeline
+    return Resources(
+        apart=run.sampler.is_apart,
+        beside=pipeline.score_while_generating,
+        roles_at_once=1 if run.settings.offload.enabled else len(run.roles),
     )
-    return assemble_experience(run, rollout, mixed, old_logprobs, ref_logprobs, values)
+
+
+def num_chunks(run: Run, prompts: PromptBatch) -> int:
+    """Chunks of the next rollout: as configured, else what the costs of the last one say."""
+    pipeline = run.settings.pipeline
+    if pipeline.chunks is not None:
+        return pipeline.chunks
+    if run.costs is None:
+        return _FIRST_CHUNKS
+    units = len(prompts) if pipeline.chunk_by == "prompts" else len(prompts) * run.settings.rollout.samples_per_prompt
+    return choose_chunks(run.costs, resources_of(run), units)
+
+
+class Making:
+    """One iteration's experience in the making: the work that a schedule orders. Collective calls, alike on every rank."""
+
+    def __init__(self, run: Run, prompts: PromptBatch, iteration: int, chunks: int) -> None:
+        self._run, self._prompts = run, prompts
+        self._samples_per_prompt = run.settings.rollout.samples_per_prompt
+        self._chunker = Chunker(len(prompts), self._samples_per_prompt, chunks, run.settings.pipeline.chunk_by)
+        self._completions: dict[int, Completion] = {}
+        self._chunks: list[Chunk] = []
+        self._functions = FunctionScores(run)
+        self._numbers: dict[Role, dict[int, Tensor]] = {role: {} for role in scoring_roles(run)}
+        self._results: RewardResults | None = None
+        self._seconds: dict[str, float] = {}
+        self._generation = run.sampler.start(prompts, run.settings.rollout, run.settings.trainer.seed, iteration, run.weight_version)
+
+    def operations(self) -> list[Operation]:
+        """The schedule."""
+        roles, resources = [role.value for role in self._numbers], resources_of(self._run)
+        groups = groups_of(len(self._chunker.sizes), resources)
+        if self._run.settings.pipeline.mode == "serial":
+            return serial(roles, groups)
+        return pipelined(roles, groups, resources)
+
+    def generate(self, chunks: Sequence[int]) -> None:
+        """Steps the engine until these chunks are complete."""
+        with self._run.clock.stage("generate"):
+            start = time.perf_counter()
+            while len(self._chunks) <= max(chunks):
+                finished = self._generation.advance()
+                self._completions |= finished
+                self._chunks += self._chunker.add(finished)
+            self._spent("generate", start)
+
+    def submit(self, chunks: Sequence[int]) -> None:
+        """Hands chunks to the reward functions, one by one, so that they can begin with the first."""
+        for chunk in chunks:
+            self._functions.submit(self._of([chunk]), list(self._chunks[chunk]))
+
+    def sleep(self) -> None:
+        """The rollout is complete: the engine's memory is the trainer's."""
+        self._run.sampler.finish(self._generation)
+
+    def score(self, role: str, chunks: Sequence[int]) -> None:
+        """The role's pass over these chunks, with its params alone on the device."""
+        run, member = self._run, Role(role)
+        part = self._of(chunks)
+        with run.clock.stage("score"), run.clock.stage(f"score/{role}"):
+            start = time.perf_counter()
+            with run.residency.on_device(member, Part.PARAMS):
+                start = self._spent("load/" + role, start)
+                numbers = score_on_device(run, member, part)
+                self._spent("score/" + role, start)
+        sizes = [1] * len(part) if asked_of(member) == "last" else part.response_lengths.tolist()
+        self._numbers[member] |= zip(self._samples_of(chunks), numbers.split(sizes), strict=True)
+
+    def collect(self) -> None:
+        """Waits for the reward functions."""
+        with self._run.clock.stage("reward_functions"):
+            self._results, self._seconds["reward"] = self._functions.collect()
+
+    @property
+    def rollout(self) -> RolloutBatch:
+        """All samples in order, once all have come back."""
+        return assemble_rollout(self._prompts, self._samples_per_prompt, self._completions)
+
+    def experience(self) -> Experience:
+        """All that was generated, rewarded and scored, in the order of the samples."""
+        settings, rollout = self._run.settings, self.rollout
+        scores = self._joined(Role.REWARD) if Role.REWARD in self._numbers else None
+        mixed = mix_rewards(
+            self._results, rollout.response_lengths, rollout.truncated, settings.reward, scores, settings.reward_model.weight
+        )
+        logprobs, references, values = (self._joined(role) for role in (Role.ACTOR, Role.REFERENCE, Role.CRITIC))
+        return assemble_experience(self._run, rollout, mixed, logprobs, references, values)
+
+    def costs(self) -> Costs:
+        """Collective over all ranks. What this rollout took, the mean over the ranks, so that all plan alike."""
+        names = ["generate", "reward", *(f"{what}/{role.value}" for what in ("score", "load") for role in self._numbers)]
+        seconds = torch.tensor([self._seconds.get(name, 0.0) for name in names], dtype=torch.float64)
+        mean = dict(zip(names, (self._run.world.sum_over_ranks(seconds) / self._run.world.size).tolist()))
+        return Costs(
+            generate=mean["generate"],
+            score={role.value: mean[f"score/{role.value}"] for role in self._numbers},
+            load={role.value: mean[f"load/{role.value}"] for role in self._numbers},
+            reward=mean["reward"],
+        )
+
+    def _of(self, chunks: Sequence[int]) -> RolloutBatch:
+        return assemble_rollout(self._prompts, self._samples_per_prompt, self._completions, self._samples_of(chunks))
+
+    def _samples_of(self, chunks: Sequence[int]) -> list[int]:
+        return sorted(sample for chunk in chunks for sample in self._chunks[chunk])
+
+    def _joined(self, role: Role) -> Tensor:
+        numbers = self._numbers[role]
+        return torch.cat([numbers[sample] for sample in range(len(numbers))])
+
+    def _spent(self, name: str, start: float) -> float:
+        """Adds the seconds since `start`; now."""
+        now = time.perf_counter()
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - start
+        return now
+
+
+def score_on_device(run: Run, role: Role, rollout: RolloutBatch) -> Tensor:
+    """Collective over all ranks. Of a role whose params are present: log-probs or values [R], or scores [B]."""
+    section = getattr(run.settings, role.value)
+    return score(run.roles[role], rollout.sequences, asked_of(role), section.scoring_micro_batch, run.sampling)
 
 
 def assemble_experience(

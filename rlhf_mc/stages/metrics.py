@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rlhf_mc.batch import Experience
+from rlhf_mc.pipeline.generation import load_metrics
 from rlhf_mc.stages.start import Run
 from rlhf_mc.tracking import overlap_of, rollout_metrics
 
@@ -12,6 +13,8 @@ def iteration_metrics(run: Run, experience: Experience) -> dict[str, float]:
     metrics = rollout_metrics(experience)
     metrics["actor/kl_coef"] = run.kl.coef
     metrics |= run.residency.ledger.metrics()
+    if run.sampler is not None:
+        metrics |= load_metrics(run.sampler.loads)
     if run.trace.enabled:
         metrics |= overlap_of(run.trace.iteration_spans()).metrics()
     return metrics | run.clock.metrics(int(experience.rollout.lengths.sum()), run.world.size)

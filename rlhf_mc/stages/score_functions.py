@@ -1,6 +1,8 @@
-"""Reward functions over a rollout: each rank hands its share of the samples to its own worker processes."""
+"""Reward functions over a rollout: each rank hands its share of the samples to its own worker processes, chunk by chunk."""
 
 from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch.distributed as dist
 
@@ -10,49 +12,72 @@ from rlhf_mc.rewards.pool import FunctionResult, PendingRewards, RewardResults
 from rlhf_mc.stages.start import Run
 
 
-def submit_functions(run: Run, rollout: RolloutBatch) -> PendingRewards:
-    """Hands every size-th sample, from this rank's number on, to the workers, and returns at once."""
-    decode = run.tokenizer.decode
-    samples = []
-    for b in range(run.world.rank, len(rollout), run.world.size):
-        prompt, response = rollout.prompt(b), rollout.response(b)
-        samples.append(
-            RewardSample(
-                prompt=decode(prompt, skip_special_tokens=True),
-                response=decode(response, skip_special_tokens=True),
-                prompt_ids=prompt,
-                response_ids=response,
-                row=rollout.rows[b],
-                truncated=bool(rollout.truncated[b]),
-            )
-        )
-    return run.reward_pool.submit(samples)
+class FunctionScores:
+    """The reward functions' part of one rollout. Chunks are decoded to text in a thread of its own, and then scored in the pool."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="detokenize")
+        self._samples: list[list[int]] = [[] for _ in range(run.world.size)]
+        self._pending: list[Future[PendingRewards]] = []
+
+    def submit(self, rollout: RolloutBatch, samples: list[int]) -> None:
+        """Returns at once. rollout: of these samples, whose numbers decide which rank scores each. No collective."""
+        size = self._run.world.size
+        for sample in samples:
+            self._samples[sample % size].append(sample)
+        mine = [b for b, sample in enumerate(samples) if sample % size == self._run.world.rank]
+        self._pending.append(self._thread.submit(self._decode_and_submit, rollout, mine))
+
+    def _decode_and_submit(self, rollout: RolloutBatch, mine: list[int]) -> PendingRewards:
+        def text(token_ids: list[int]) -> str:
+            return self._run.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+        with self._run.trace.span("detokenize", track="rewards"):
+            samples = [
+                RewardSample(
+                    prompt=text(rollout.prompt(b)),
+                    response=text(rollout.response(b)),
+                    prompt_ids=rollout.prompt(b),
+                    response_ids=rollout.response(b),
+                    row=rollout.rows[b],
+                    truncated=bool(rollout.truncated[b]),
+                )
+                for b in mine
+            ]
+        return self._run.reward_pool.submit(samples)
+
+    def collect(self) -> tuple[RewardResults, float]:
+        """Collective over all ranks. The results of all samples in order, on every rank; and the seconds that this rank's workers
+        were busy, each with its part.
+
+        Where a function fails too often on any rank's share, every rank raises RewardError with that rank's message.
+        """
+        run, busy = self._run, 0.0
+        try:
+            with run.trace.span("wait/rewards"):
+                pending = [part.result() for part in self._pending]
+                share: RewardResults | str = run.reward_pool.collect(pending)
+                busy = sum(part.seconds() for part in pending) / run.settings.reward.num_workers
+        except RewardError as error:
+            share = f"rank {run.world.rank}: {error}"
+        finally:
+            self._thread.shutdown()
+        shares: list[RewardResults | str] = [share] * run.world.size
+        if run.world.size > 1:
+            dist.all_gather_object(shares, share, group=run.world.everyone)
+        for other in shares:
+            if isinstance(other, str):
+                raise RewardError(other)
+        return _joined(shares, self._samples), busy
 
 
-def collect_functions(run: Run, pending: PendingRewards) -> RewardResults:
-    """Collective over all ranks. The results of all samples, in order, on every rank.
-
-    Where a function fails too often on any rank's share, every rank raises RewardError with that rank's message.
-    """
-    try:
-        with run.trace.span("wait/rewards"):
-            share: RewardResults | str = run.reward_pool.collect([pending])
-    except RewardError as error:
-        share = f"rank {run.world.rank}: {error}"
-    shares: list[RewardResults | str] = [share] * run.world.size
-    if run.world.size > 1:
-        dist.all_gather_object(shares, share, group=run.world.everyone)
-    for other in shares:
-        if isinstance(other, str):
-            raise RewardError(other)
-    return _interleaved(shares)
-
-
-def _interleaved(shares: list[RewardResults]) -> RewardResults:
-    """Undoes the dealing of samples to ranks: sample b is the (b // size)-th of share b % size."""
+def _joined(shares: list[RewardResults], samples: list[list[int]]) -> RewardResults:
+    """The shares of all ranks in the order of the samples. samples: by rank, the numbers of those in its share."""
+    place = {sample: (rank, b) for rank, numbers in enumerate(samples) for b, sample in enumerate(numbers)}
 
     def merge(parts: list[list]) -> list:
-        return [parts[b % len(parts)][b // len(parts)] for b in range(sum(map(len, parts)))]
+        return [parts[rank][b] for _, (rank, b) in sorted(place.items())]
 
     functions = [
         FunctionResult(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.algorithms.kl import KLController
-from rlhf_mc.batch import SequenceBatch
-from rlhf_mc.config import Settings
+from rlhf_mc.batch import PromptBatch, SequenceBatch
+from rlhf_mc.config import Rollout, Settings
 from rlhf_mc.data import Encoder, PretrainText, PromptSource, check_same_vocabulary, load_tokenizer, read_rows
 from rlhf_mc.models.heads import Sampling
 from rlhf_mc.models.hf_config import read_shape
@@ -21,7 +22,10 @@ from rlhf_mc.offload import ModelState, Residency, plan_residency
 from rlhf_mc.parallel.exchange import Reshard
 from rlhf_mc.parallel.grids import RolloutGrid
 from rlhf_mc.parallel.world import World, join_world
+from rlhf_mc.pipeline.dispatch import ResponseLengths, deal, requests_for
 from rlhf_mc.pipeline.engine import Engine, check_memory, check_settings, stop_token_ids
+from rlhf_mc.pipeline.generation import LocalGeneration, ReplicaLoad
+from rlhf_mc.pipeline.schedule import Costs
 from rlhf_mc.pipeline.weight_sync import plan_weight_sync, probe_sequence
 from rlhf_mc.rewards.pool import RewardPool
 from rlhf_mc.rollout_files import BackgroundWriter, check_replay
@@ -44,26 +48,54 @@ class Sources:
             tracker.say(f"data.validation: {self.validation.report}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sampler:
     """The engine of this rank with its place in the rollout grid.
 
-    reshard, probe: how the actor's shards become the engine's, and the sequence that proves it.
+    reshard, probe: how the actor's shards become the engine's, and the sequence that proves it.  group: all ranks (gloo).
+    lengths: of earlier responses.  loads: what each replica did in the last rollout.
     """
 
     engine: Engine
     grid: RolloutGrid
     reshard: Reshard
     probe: SequenceBatch
+    group: dist.ProcessGroup
+    steps_per_exchange: int
+    trace: Trace
+    lengths: ResponseLengths = field(default_factory=ResponseLengths)
+    loads: list[ReplicaLoad] = field(default_factory=list)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the engine has processes and devices of its own."""
+        return False
+
+    def start(
+        self, prompts: PromptBatch, rollout: Rollout, run_seed: int, iteration: int, version: int, greedy: bool = False
+    ) -> LocalGeneration:
+        """Deals the samples to the replicas and starts them. No collective; all ranks start alike."""
+        requests = requests_for(prompts, rollout, run_seed, iteration)
+        hands = deal(self.lengths.expected_tokens(prompts), rollout.samples_per_prompt, self.grid.num_replicas)
+        hand = hands[self.grid.replica]
+        return LocalGeneration(
+            self.engine, self.grid, self.group, requests, hand, version, self.steps_per_exchange, self.trace, greedy
+        )
+
+    def finish(self, generation: LocalGeneration) -> None:
+        """Collective over all ranks. Once all is done: the engine's memory is the trainer's."""
+        self.loads = generation.replicas()
+        self.engine.sleep()
 
 
 @dataclass
 class Run:
-    """One PPO run on this rank. Only `kl` and `weight_version` change from iteration to iteration (and what the models hold).
+    """One PPO run on this rank. Only `kl`, `weight_version` and `costs` change from iteration to iteration (and what the models hold).
 
     roles: the models by role; the reward model is absent where only functions pay, and with the reference where the run
     makes no experience: then there is no sampler, and reward_pool is empty.
     sampling: how the engine draws tokens, for the trainer's log-probs.  weight_version: updates of the actor so far.
+    costs: what making the last experience took.
     """
 
     settings: Settings
@@ -81,6 +113,7 @@ class Run:
     sampling: Sampling
     kl: KLController
     weight_version: int = 0
+    costs: Costs | None = None
 
     @property
     def actor(self) -> RoleModel:
@@ -167,7 +200,7 @@ def _build_roles(settings: Settings, world: World, tracker: Tracker, trace: Trac
 
 
 def _build_sampler(
-    settings: Settings, actor: RoleModel, grid: RolloutGrid, sources: Sources, stops: list[int], tracker: Tracker
+    settings: Settings, actor: RoleModel, grid: RolloutGrid, sources: Sources, stops: list[int], tracker: Tracker, trace: Trace
 ) -> Sampler:
     """Collective over all ranks. The engine, started, and the way of the weights to it."""
     tracker.say("engine: starting vLLM")
@@ -175,7 +208,8 @@ def _build_sampler(
     engine = Engine(settings.actor.path, settings.rollout, settings.trainer.dtype, grid, settings.trainer.seed, longest, stops)
     reshard = plan_weight_sync(actor, grid)
     tracker.say(f"weight sync: {reshard.plan.explanation()}")
-    return Sampler(engine, grid, reshard, probe_sequence(sources.prompts.batch(0).prompt(0), actor.shape.vocab, longest))
+    probe = probe_sequence(sources.prompts.batch(0).prompt(0), actor.shape.vocab, longest)
+    return Sampler(engine, grid, reshard, probe, actor.world.everyone, settings.pipeline.steps_per_exchange, trace)
 
 
 def _say_mode(settings: Settings, tracker: Tracker) -> None:
@@ -214,7 +248,7 @@ def start_ppo(settings: Settings) -> Iterator[Run]:
         roles, residency = _build_roles(settings, world, tracker, trace)
         sampler = None
         if grid is not None:
-            sampler = _build_sampler(settings, roles[Role.ACTOR], grid, sources, stops, tracker)
+            sampler = _build_sampler(settings, roles[Role.ACTOR], grid, sources, stops, tracker, trace)
             stack.callback(sampler.engine.close)
         # Closed first: after a failure, torchrun ends this rank soon, and an engine may hang.
         stack.callback(trace.write, Path(trainer.output_dir, "trace", f"rank{world.rank}.json"), world.rank)

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ONE_UPDATE = ("tensor_parallel", "replicas", "pipeline")
 ALL = (*ONE_UPDATE, "data_parallel")
 # What two runs of the same numbers may differ in.
-_OF_THE_MACHINE = ("timing_s/", "perf/", "memory_gib/", "offload/", "pipeline/")
+_OF_THE_MACHINE = ("timing_s/", "perf/", "memory_gib/", "offload/", "pipeline/", "rollout/")
 
 
 @dataclass(frozen=True)
@@ -79,20 +79,36 @@ def pipeline(task) -> Run:
     return run(task, "pipeline", "qwen2", parallel__pipeline="2", rollout__tensor_parallel="2")
 
 
-@pytest.fixture(scope="module")
-def data_parallel(task) -> Run:
+# Chunks of whichever samples finish first, scored between the engine's steps: passes of three sizes, in two orders of roles.
+IN_CHUNKS = dict(
+    pipeline__chunks="3", pipeline__chunk_by="finished", pipeline__score_while_generating="true", pipeline__steps_per_exchange="3",
+)  # fmt: skip
+
+
+def everything(task: Task, name: str, **overrides: str) -> Run:
     """An untied Mistral on two data-parallel ranks, with whatever PPO can be asked for beside the plain case."""
     text = task.directory / "text.jsonl"
     text.write_text("".join(f'{{"text": "sort {i % 10} {i % 7} {i % 3} ="}}\n' for i in range(40)))
     function = '{path: "rlhf_mc.rewards.builtin:regex_match", name: has_one, weight: 2.0, arguments: {pattern: "1"}}'
     return run(
-        task, "data_parallel", "mistral",
+        task, name, "mistral",
         rollout__temperature="0.7", rollout__min_tokens="2", actor__entropy_coef="0.01", algorithm__epochs="2",
         algorithm__mini_batch_sequences="8", algorithm__kl="{use: loss, estimator: k3, coef: 0.1}", actor__ptx_coef="0.5",
         data__ptx=f"[{text}]", reward__functions=f"[{function}]", reward_model__weight="0.5",
         reward__truncated="penalise", reward__truncation_penalty="-0.5",
-        actor__micro_batch="{tokens: 40, sequences: null}",
+        actor__micro_batch="{tokens: 40, sequences: null}", **IN_CHUNKS, **overrides,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data_parallel(task) -> Run:
+    return everything(task, "data_parallel")
+
+
+@pytest.fixture(scope="module")
+def serial(task) -> Run:
+    """The same, one thing after the other."""
+    return everything(task, "serial", pipeline__mode="serial")
 
 
 @pytest.fixture
@@ -154,16 +170,35 @@ def test_without_offload_nothing_moves(without_offload):
     assert all(line["offload/to_host_gib"] == line["offload/to_device_gib"] == 0 for line in without_offload.metrics)
 
 
-def test_offload_changes_no_bit(tensor_parallel, without_offload):
-    def numbers(of: Run) -> list[dict[str, float]]:
-        return [{name: x for name, x in line.items() if not name.startswith(_OF_THE_MACHINE)} for line in of.metrics]
+def numbers(of: Run) -> list[dict[str, float]]:
+    return [{name: x for name, x in line.items() if not name.startswith(_OF_THE_MACHINE)} for line in of.metrics]
 
-    assert len(numbers(tensor_parallel)[0]) > 30
-    assert numbers(tensor_parallel) == numbers(without_offload)
-    assert tensor_parallel.samples == without_offload.samples
+
+def assert_same_run(first: Run, second: Run) -> None:
+    """The same metrics, samples and models, bit for bit."""
+    assert len(numbers(first)[0]) > 30 and numbers(first) == numbers(second)
+    assert first.samples == second.samples
     for role in ("actor", "critic"):
-        file = f"{role}/model.safetensors"
-        assert (tensor_parallel.directory / file).read_bytes() == (without_offload.directory / file).read_bytes()
+        ours, theirs = (load_file(of.directory / role / "model.safetensors") for of in (first, second))
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_offload_changes_no_bit(tensor_parallel, without_offload):
+    assert_same_run(tensor_parallel, without_offload)
+
+
+def test_the_pipeline_changes_no_bit(data_parallel, serial):
+    """Though its chunks were scored while later ones were still being decoded, and by the roles in another order."""
+    assert_same_run(data_parallel, serial)
+    trace = json.loads((data_parallel.directory / "trace" / "rank0.json").read_text())["traceEvents"]
+    assert any(steps_after_a_score(trace, whole) for whole in trace if whole["name"] == "make_experience")
+
+
+def steps_after_a_score(trace: list[dict], whole: dict) -> bool:
+    """Whether, inside the event `whole`, the engine made a step after a role had begun to score."""
+    inside = [event for event in trace if whole["ts"] <= event.get("ts", 0) < whole["ts"] + whole["dur"]]
+    first_score = min(event["ts"] for event in inside if event["name"].startswith("score/"))
+    return any(event["name"] == "step" and event["ts"] > first_score for event in inside)
 
 
 def test_scores_are_the_weighted_sum_of_reward_model_and_functions(data_parallel):

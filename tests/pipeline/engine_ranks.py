@@ -140,27 +140,63 @@ def mapped_shared_memory() -> list[str]:
     return sorted({line.split("/dev/shm/")[1] for line in lines if "/dev/shm/" in line and "torch_" not in line})
 
 
+def token_ids_of(engine: Engine, requests: list, batch: PromptBatch, grid: RolloutGrid, num_replicas: int) -> list[list[int]]:
+    """The samples, dealt to the first `num_replicas` replicas only."""
+    hands = [*deal(batch.lengths.tolist(), SAMPLES, num_replicas), *([[]] * grid.num_replicas)]
+    mine = hands[grid.replica]
+    found = dict(zip(mine, engine.generate([requests[i] for i in mine], version=3), strict=True))
+    return [completion.token_ids for completion in gather_completions(found, grid, dist.group.WORLD).values()]
+
+
+def stepwise(engine: Engine, requests: list) -> dict:
+    """What one gets by stepping, the last request left out; and what the engine says to a second rollout meanwhile."""
+    engine.submit(dict(enumerate(requests)), version=3)
+    running, found = [engine.num_running], {}
+    refused = message_of(lambda: engine.submit({99: requests[0]}, version=3))
+    while engine.num_running > 1:
+        found |= engine.step()
+        running.append(engine.num_running)
+    engine.abort()
+    return {
+        "running": running,
+        "token_ids": {number: completion.token_ids for number, completion in found.items()},
+        "refused": refused,
+        "after_abort": [engine.num_running, len(engine.step())],
+    }
+
+
+@torch.no_grad()
+def probe_difference(engine: Engine, model: PreTrainedModel, token_ids: list[int]) -> float:
+    token_ids = token_ids[:MAX_PROMPT]
+    expected = model(torch.tensor([token_ids])).logits[0, :-1].float().log_softmax(-1)
+    found = engine.logprobs(token_ids, version=3)
+    return float((expected.gather(1, torch.tensor(token_ids)[1:, None]).squeeze(1) - found).abs().max())
+
+
 def record_samples(engine: Engine, path: str, spec: dict, rollout: Rollout, grid: RolloutGrid) -> dict:
     batch, temperature = prompts(), spec["temperature"]
     requests = requests_for(batch, rollout, run_seed=7, iteration=3)
-    hands = deal(batch.lengths.tolist(), SAMPLES, grid.num_replicas)
+    mine = deal(batch.lengths.tolist(), SAMPLES, grid.num_replicas)[grid.replica]
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[spec["dtype"]]
     record: dict = {"after_load": []}
     for version in (1, 2, 3):
         model = changed_model(path, version, dtype)
         load(engine, blocks_of(model, grid), version)
-        mine = hands[grid.replica]
-        found = engine.generate([requests[i] for i in mine], version=version)
-        completions = gather_completions(mine, found, grid, dist.group.WORLD)
-        record["after_load"].append(differences(model, requests, completions, temperature))
+        found = dict(zip(mine, engine.generate([requests[i] for i in mine], version=version), strict=True))
+        completions = gather_completions(found, grid, dist.group.WORLD)
+        record["after_load"].append(differences(model, requests, list(completions.values()), temperature))
     greedy = engine.generate(requests, version=3, greedy=True)
     rollout_batch = assemble_rollout(batch, SAMPLES, completions)
+    probe = requests[0].prompt_ids + greedy[0].token_ids
+    completions = list(completions.values())
     return record | {
         "without_mask": differences(model, requests, completions, temperature, mask=False),
         "against_old_weights": differences(changed_model(path, 2, dtype), requests, completions, temperature),
         "greedy": differences(model, requests, greedy, 1.0),
         "completions": [[c.token_ids, c.finish_reason, c.stop_token] for c in completions],
-        "one_replica": [c.token_ids for c in engine.generate(requests, version=3)],
+        "as_fewer_replicas": [token_ids_of(engine, requests, batch, grid, count) for count in range(1, grid.num_replicas)],
+        "stepwise": stepwise(engine, requests),
+        "probe": probe_difference(engine, model, probe),
         "logprobs_of_batch": rollout_batch.rollout_logprobs.tolist(),
         "hand": mine,
     }

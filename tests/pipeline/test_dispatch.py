@@ -9,13 +9,21 @@ from hypothesis import strategies as st
 
 from rlhf_mc.batch import PromptBatch
 from rlhf_mc.config import Rollout
-from rlhf_mc.pipeline.dispatch import Completion, assemble_rollout, deal, requests_for, sample_seed
+from rlhf_mc.pipeline.dispatch import Completion, ResponseLengths, assemble_rollout, deal, requests_for, sample_seed
 
 
 def batch_of(*prompts: list[int]) -> PromptBatch:
     tokens = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int64)
     lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
     return PromptBatch(tokens, lengths, [{"i": i} for i in range(len(prompts))], torch.arange(len(prompts)))
+
+
+COMPLETIONS = {
+    2: Completion([4, 4, 2], [-0.1, -0.2, -0.3], "stop", 2),
+    0: Completion([1, 2], [-0.5, -1.0], "stop", 2),
+    3: Completion([], [], "length", None),
+    1: Completion([3], [-2.0], "length", None),
+}
 
 
 def test_seeds_differ_in_the_bits_that_torch_keeps():
@@ -60,13 +68,7 @@ def test_requests_are_in_the_order_of_the_rollout_with_seeds_of_their_own():
 
 
 def test_a_rollout_holds_prompts_and_responses_in_order():
-    completions = [
-        Completion([1, 2], [-0.5, -1.0], "stop", 2),
-        Completion([3], [-2.0], "length", None),
-        Completion([4, 4, 2], [-0.1, -0.2, -0.3], "stop", 2),
-        Completion([], [], "length", None),
-    ]
-    rollout = assemble_rollout(batch_of([5, 6], [7]), 2, completions)
+    rollout = assemble_rollout(batch_of([5, 6], [7]), 2, COMPLETIONS)
     assert [rollout.prompt(b) for b in range(4)] == [[5, 6], [5, 6], [7], [7]]
     assert [rollout.response(b) for b in range(4)] == [[1, 2], [3], [4, 4, 2], []]
     torch.testing.assert_close(rollout.rollout_logprobs, torch.tensor([-0.5, -1.0, -2.0, -0.1, -0.2, -0.3]))
@@ -76,11 +78,28 @@ def test_a_rollout_holds_prompts_and_responses_in_order():
     assert rollout.rows == [{"i": 0}, {"i": 0}, {"i": 1}, {"i": 1}]
 
 
+def test_a_part_of_a_rollout_holds_the_samples_asked_for():
+    part = assemble_rollout(batch_of([5, 6], [7]), 2, COMPLETIONS, samples=[1, 2])
+    assert [part.prompt(b) for b in range(2)] == [[5, 6], [7]] and [part.response(b) for b in range(2)] == [[3], [4, 4, 2]]
+    assert part.groups.tolist() == [0, 1] and part.rows == [{"i": 0}, {"i": 1}]
+
+
 def test_a_missing_completion_is_an_error():
-    with pytest.raises(ValueError, match="1 completions for 2 prompts with 1 samples each"):
-        assemble_rollout(batch_of([5], [6]), 1, [Completion([1], [-0.5], "length", None)])
+    with pytest.raises(ValueError, match="1 of 2 samples have not come back, the first is 1"):
+        assemble_rollout(batch_of([5], [6]), 1, {0: Completion([1], [-0.5], "length", None)})
 
 
 def test_an_empty_batch_gives_an_empty_rollout():
-    rollout = assemble_rollout(batch_of(), 2, [])
+    rollout = assemble_rollout(batch_of(), 2, {})
     assert len(rollout) == 0 and rollout.tokens.numel() == 0
+
+
+def test_expected_lengths_are_those_of_the_last_time_a_prompt_was_sampled():
+    lengths = ResponseLengths()
+    first = batch_of([5, 6], [7])
+    assert lengths.expected_tokens(first) == [2, 1]
+    lengths.observe(assemble_rollout(first, 2, COMPLETIONS))
+    # Responses of 2 and 1 tokens, then 3 and 0: 1.5 each on average, and so for a prompt that is new.
+    assert lengths.expected_tokens(batch_of([7], [5, 6], [8, 8, 8])) == [2.5, 3.5, 4.5]
+    lengths.observe(assemble_rollout(batch_of([7]), 2, {0: COMPLETIONS[0], 1: COMPLETIONS[2]}))
+    assert lengths.expected_tokens(first) == [3.5, 3.5]

@@ -1,4 +1,4 @@
-"""The real engine under torchrun, against transformers: TP1 with 2 replicas, TP2, and a run on 4 ranks of which one is killed.
+"""The real engine under torchrun, against transformers: TP1 with 4 replicas, TP2, and a run on 4 ranks of which one is killed.
 
 vLLM takes long to import: three launches are made, once each, and the tests judge what their ranks recorded.
 """
@@ -49,9 +49,9 @@ def launch(directory: Path, model: PretrainedConfig, spec: dict) -> Launch:
 
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory) -> Launch:
-    """Two replicas of an untied Llama, fp32, temperature 0.7, in an engine that does not repack weights."""
+    """Four replicas of an untied Llama, fp32, temperature 0.7, in an engine that does not repack weights."""
     model = LlamaConfig(**SIZES, tie_word_embeddings=False)
-    spec = dict(training_tensor=2, tensor=1, repacks=False, dtype="fp32", temperature=0.7, kv_cache_gib=0.01, bad_update="missing", end="closed")
+    spec = dict(training_tensor=4, tensor=1, repacks=False, dtype="fp32", temperature=0.7, kv_cache_gib=0.01, bad_update="missing", end="closed")
     return launch(tmp_path_factory.mktemp("replicas"), model, spec)
 
 
@@ -96,7 +96,7 @@ def test_bf16_weights_arrive(killed):
 
 
 def test_weights_are_written_in_place_unless_the_engine_repacked_them(replicas, tensor_parallel, killed):
-    assert [rank["writes_in_place"] for run in (replicas, tensor_parallel, killed) for rank in run.ranks] == [True] * 2 + [False] * 6
+    assert [rank["writes_in_place"] for run in (replicas, tensor_parallel, killed) for rank in run.ranks] == [True] * 4 + [False] * 6
 
 
 def test_replicas_lie_at_intervals_where_rollout_tp_is_smaller(killed):
@@ -125,8 +125,25 @@ def test_the_stop_token_is_kept_and_only_there(any_run):
 
 def test_samples_do_not_depend_on_the_number_of_replicas(replicas):
     token_ids = [token_ids for token_ids, _, _ in replicas.ranks[0]["completions"]]
-    assert token_ids == replicas.ranks[0]["one_replica"] == replicas.ranks[1]["one_replica"]
+    for rank in replicas.ranks:
+        assert rank["as_fewer_replicas"] == [token_ids] * 3
     assert len({tuple(ids) for ids in token_ids}) == len(token_ids), "samples of one prompt must differ"
+
+
+def test_stepping_gives_the_same_samples_as_they_finish(fp32_run):
+    token_ids = [token_ids for token_ids, _, _ in fp32_run.ranks[0]["completions"]]
+    for rank in fp32_run.ranks:
+        stepwise = rank["stepwise"]
+        assert stepwise["running"][0] == 24 and stepwise["running"] == sorted(stepwise["running"], reverse=True)
+        assert len(stepwise["token_ids"]) in (22, 23, 24)  # the last step may finish several
+        assert all(token_ids[int(number)] == ids for number, ids in stepwise["token_ids"].items())
+        assert "24 earlier requests are not finished" in stepwise["refused"]
+        assert stepwise["after_abort"] == [0, 0]
+
+
+def test_logprobs_of_a_given_sequence_equal_transformers(fp32_run):
+    for rank in fp32_run.ranks:
+        assert rank["probe"] < 1e-5
 
 
 def test_every_rank_gets_the_whole_rollout(any_run):
@@ -138,8 +155,8 @@ def test_every_rank_gets_the_whole_rollout(any_run):
 
 
 def test_replicas_share_the_work(replicas):
-    first, second = (rank["hand"] for rank in replicas.ranks)
-    assert sorted(first + second) == list(range(24)) and len(first) == len(second)
+    hands = [rank["hand"] for rank in replicas.ranks]
+    assert sorted(sum(hands, [])) == list(range(24)) and {len(hand) for hand in hands} == {6}
 
 
 def test_wrong_settings_are_refused_on_every_rank(any_run):
