@@ -79,9 +79,9 @@ def pipeline(task) -> Run:
     return run(task, "pipeline", "qwen2", parallel__pipeline="2", rollout__tensor_parallel="2")
 
 
-# Chunks of whichever samples finish first, scored between the engine's steps: passes of three sizes, in two orders of roles.
+# Chunks of whichever samples finish first, scored between the engine's steps: six small passes of each role, in two orders of roles.
 IN_CHUNKS = dict(
-    pipeline__chunks="3", pipeline__chunk_by="finished", pipeline__score_while_generating="true", pipeline__steps_per_exchange="3",
+    pipeline__chunks="6", pipeline__chunk_by="finished", pipeline__score_while_generating="true", pipeline__steps_per_exchange="2",
 )  # fmt: skip
 
 
