@@ -6,8 +6,9 @@ May import: config, batch, algorithms, parallel, models.
 
 from rlhf_mc.offload.host_plan import plan_residency
 from rlhf_mc.offload.ledger import Ledger
+from rlhf_mc.offload.minimum import EMPTY, Visit
 from rlhf_mc.offload.model_state import ModelState
 from rlhf_mc.offload.parts import TRAINING, Part
 from rlhf_mc.offload.residency import Residency, ResidencyError
 
-__all__ = ["TRAINING", "Ledger", "ModelState", "Part", "Residency", "ResidencyError", "plan_residency"]
+__all__ = ["EMPTY", "TRAINING", "Ledger", "ModelState", "Part", "Residency", "ResidencyError", "Visit", "plan_residency"]

@@ -88,8 +88,10 @@ class Residency:
         self.ledger.add_role(state.role, state.role_bytes().shared(self._shared_by.size() if self._shared_by else 1))
 
     @contextmanager
-    def on_device(self, role: Role, parts: Part) -> Iterator[RoleModel]:
+    def on_device(self, role: Role, parts: Part, following: Visit | None = None) -> Iterator[RoleModel]:
         """Inside, the device holds `parts` of `role`, and what is prefetched for the next visit. Gives the role's model.
+
+        following: the next visit, where the caller knows better than the schedule.
 
         Collective over the data-parallel group: params are put together there where they are shared, or made from main params.
         Raises ResidencyError for a request that cannot be met, before anything moves; and at the end, if memory is not
@@ -98,7 +100,8 @@ class Residency:
         model = self._check_request(role, parts)
         if self.enabled:
             self._bring({(role, part) for part in parts})
-            self._prefetch_after(role, parts)
+            scheduled = self._prefetch.after(role, parts)
+            self.expect(following or scheduled)
         version = model.version
         self._claimed = role
         try:
@@ -108,6 +111,21 @@ class Residency:
         if self.enabled:
             self.ledger.visited(Visit(role, parts, updates=model.version != version))
         self.assert_as_expected()
+
+    def expect(self, following: Visit | None) -> None:
+        """Starts copies for a visit that will come, part by part, as long as they fit into the budget; without one, nothing."""
+        if not self.enabled or self._budget is None or following is None or following.role is None:
+            return
+        state = self._holdings[following.role, Part.PARAMS].state
+        for part in _ORDER[:3]:
+            holding = self._holdings.get((following.role, part))
+            made_later = part is Part.PARAMS and Part.MAIN_PARAMS in following.parts and state.derived
+            if part not in following.parts or holding is None or holding.resident or made_later:
+                continue
+            if self._mover.present_bytes + holding.num_bytes <= self._budget:
+                if self._trace is not None:
+                    self._trace.instant(f"prefetch {holding.name}", "main", **holding.labels)
+                self._mover.swap([], [holding], self._budget)
 
     @contextmanager
     def nobody_on_device(self) -> Iterator[None]:
@@ -222,19 +240,3 @@ class Residency:
         buckets = [arena.num_bytes for h in coming for arena in h.arenas if arena.num_bytes <= CHUNK_BYTES]
         limit = max(before, after) + max(buckets, default=0)
         return limit if self._budget is None else min(limit, self._budget)
-
-    def _prefetch_after(self, role: Role, parts: Part) -> None:
-        """Starts copies for the scheduled next visit, part by part, as long as they fit into the budget."""
-        following = self._prefetch.after(role, parts)
-        if self._budget is None or following is None or following.role is None:
-            return
-        state = self._holdings[following.role, Part.PARAMS].state
-        for part in _ORDER[:3]:
-            holding = self._holdings.get((following.role, part))
-            made_later = part is Part.PARAMS and Part.MAIN_PARAMS in following.parts and state.derived
-            if part not in following.parts or holding is None or holding.resident or made_later:
-                continue
-            if self._mover.present_bytes + holding.num_bytes <= self._budget:
-                if self._trace is not None:
-                    self._trace.instant(f"prefetch {holding.name}", "main", **holding.labels)
-                self._mover.swap([], [holding], self._budget)

@@ -49,12 +49,14 @@ class Costs:
 class Resources:
     """apart: the engine has devices of its own.  beside: roles can score while the engine is awake (always so where apart).
 
-    roles_at_once: roles whose params the device holds together.
+    roles_at_once: roles whose params the device holds together.  prefetch: there is room for the next role's params to come
+    while one scores.
     """
 
     apart: bool = False
     beside: bool = False
     roles_at_once: int = 1
+    prefetch: bool = False
 
     @property
     def can_score_between(self) -> bool:
@@ -116,7 +118,7 @@ def seconds(operations: Sequence[Operation], sizes: Sequence[int], costs: Costs,
 
     sizes: samples of each chunk. Decoding, scoring and rewarding take their share by samples, and a pass its overhead on
     top. Reward functions work through what is submitted in order. Params come while the thread is busy with what comes
-    before, and leave for others where too many roles are there.
+    before, where there is room for them, and leave for others where too many roles are there.
     """
     total = sum(sizes)
     thread = engine = rewards = copies = 0.0
@@ -134,9 +136,11 @@ def seconds(operations: Sequence[Operation], sizes: Sequence[int], costs: Costs,
         elif operation.kind == "score":
             if operation.role not in resident:
                 resident = [*resident, operation.role][-resources.roles_at_once :]
-                copies += costs.load.get(operation.role, 0.0)
+                copies = (copies if resources.prefetch else thread) + costs.load.get(operation.role, 0.0)
                 thread = max(thread, copies)
             thread += costs.score[operation.role] * share + costs.overhead
+        elif operation.kind == "sleep" and not resources.can_score_between:
+            copies = thread  # until then the engine had the memory
         elif operation.kind == "collect":
             thread = max(thread, rewards)
     return thread
@@ -144,13 +148,20 @@ def seconds(operations: Sequence[Operation], sizes: Sequence[int], costs: Costs,
 
 def bound(costs: Costs, resources: Resources, num_chunks: int) -> float:
     """Seconds that no order of one rollout in so many equal chunks can beat: each resource must do all of its work, scoring and
-    rewards cannot begin before the first chunk is there, and rewards of the last one not before the end of decoding.
+    rewards cannot begin before the first chunk is there, and rewards of the last one not before the end of decoding. Where
+    the engine has the device to itself, some role's params come when it sleeps, and nothing can be done meanwhile.
     """
     score = sum(costs.score.values()) + costs.overhead * len(costs.score)
+    loads = [costs.load.get(role, 0.0) for role in costs.score]
     first = costs.generate / num_chunks
     after_decoding = costs.generate + costs.reward / num_chunks
-    thread = first + score if resources.apart else costs.generate + score
-    return max(thread, first + costs.reward, after_decoding, sum(costs.load.values()))
+    if resources.apart:
+        thread = first + score
+    elif resources.beside:
+        thread = costs.generate + score
+    else:
+        thread = costs.generate + min(loads, default=0.0) + score
+    return max(thread, first + costs.reward, after_decoding, sum(loads))
 
 
 def choose_chunks(costs: Costs, resources: Resources, num_units: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +14,7 @@ from rlhf_mc.algorithms.kl import mean_sequence_kl, token_rewards
 from rlhf_mc.batch import Experience, PromptBatch, RolloutBatch
 from rlhf_mc.models.passes import score
 from rlhf_mc.models.role import Role
-from rlhf_mc.offload import Part
+from rlhf_mc.offload import EMPTY, Part, Visit
 from rlhf_mc.parallel.packing import Asked
 from rlhf_mc.pipeline.chunks import Chunk, Chunker
 from rlhf_mc.pipeline.dispatch import Completion, assemble_rollout
@@ -42,7 +43,7 @@ def make_experience(run: Run, iteration: int) -> Experience:
     with run.clock.stage("make_experience"):
         prompts = run.sources.prompts.batch(iteration)
         making = Making(run, prompts, iteration, num_chunks(run, prompts))
-        execute(making.operations(), making)
+        execute(making.operations, making)
         run.costs = making.costs()
         run.sampler.lengths.observe(making.rollout)
         return making.experience()
@@ -55,6 +56,7 @@ def resources_of(run: Run) -> Resources:
         apart=run.sampler.is_apart,
         beside=pipeline.score_while_generating,
         roles_at_once=1 if run.settings.offload.enabled else len(run.roles),
+        prefetch=run.settings.offload.device_budget_gib is not None,
     )
 
 
@@ -70,7 +72,10 @@ def num_chunks(run: Run, prompts: PromptBatch) -> int:
 
 
 class Making:
-    """One iteration's experience in the making: the work that a schedule orders. Collective calls, alike on every rank."""
+    """One iteration's experience in the making: the work that a schedule orders. Collective calls, alike on every rank.
+
+    operations: the schedule.
+    """
 
     def __init__(self, run: Run, prompts: PromptBatch, iteration: int, chunks: int) -> None:
         self._run, self._prompts = run, prompts
@@ -82,10 +87,13 @@ class Making:
         self._numbers: dict[Role, dict[int, Tensor]] = {role: {} for role in scoring_roles(run)}
         self._results: RewardResults | None = None
         self._seconds: dict[str, float] = {}
+        self.operations = self._schedule()
+        self._to_score = deque(Role(op.role) for op in self.operations if op.kind == "score")
+        if resources_of(run).can_score_between:
+            run.residency.expect(Visit(self._to_score[0], Part.PARAMS))
         self._generation = run.sampler.start(prompts, run.settings.rollout, run.settings.trainer.seed, iteration, run.weight_version)
 
-    def operations(self) -> list[Operation]:
-        """The schedule."""
+    def _schedule(self) -> list[Operation]:
         roles, resources = [role.value for role in self._numbers], resources_of(self._run)
         groups = groups_of(len(self._chunker.sizes), resources)
         if self._run.settings.pipeline.mode == "serial":
@@ -117,12 +125,19 @@ class Making:
         part = self._of(chunks)
         with run.clock.stage("score"), run.clock.stage(f"score/{role}"):
             start = time.perf_counter()
-            with run.residency.on_device(member, Part.PARAMS):
+            with run.residency.on_device(member, Part.PARAMS, self._following()):
                 start = self._spent("load/" + role, start)
                 numbers = score_on_device(run, member, part)
                 self._spent("score/" + role, start)
         sizes = [1] * len(part) if asked_of(member) == "last" else part.response_lengths.tolist()
         self._numbers[member] |= zip(self._samples_of(chunks), numbers.split(sizes), strict=True)
+
+    def _following(self) -> Visit | None:
+        """Which visit of the device comes after this pass; None: the one that comes after make_experience. EMPTY: load nothing ahead."""
+        self._to_score.popleft()
+        if self._run.settings.pipeline.mode == "serial":
+            return EMPTY
+        return Visit(self._to_score[0], Part.PARAMS) if self._to_score else None
 
     def collect(self) -> None:
         """Waits for the reward functions."""
