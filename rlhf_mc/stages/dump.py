@@ -20,7 +20,12 @@ def dump(run: Run, experience: Experience, iteration: int) -> None:
     if run.world.rank == 0:
         header = Header(iteration, len(experience), run.kl.coef, conditions(run.settings))
         path = run.settings.dump_file(iteration)
-        run.dump_writer.submit(lambda: write_rollout(path, header, experience, run.tokenizer.decode))
+
+        def write() -> None:
+            with run.trace.span("dump", track="disk"):
+                write_rollout(path, header, experience, run.tokenizer.decode)
+
+        run.dump_writer.submit(write)
 
 
 def finish_dump(run: Run) -> None:

@@ -33,7 +33,7 @@ class FunctionScores:
         def text(token_ids: list[int]) -> str:
             return self._run.tokenizer.decode(token_ids, skip_special_tokens=True)
 
-        with self._run.trace.span("detokenize", track="rewards"):
+        with self._run.trace.span("detokenize", track="text"):
             samples = [
                 RewardSample(
                     prompt=text(rollout.prompt(b)),

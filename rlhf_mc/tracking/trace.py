@@ -21,7 +21,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple
 
 #: The known tracks, in the order in which viewers show them; others come below, by name.
-TRACKS = ("main", "engine", "score", "copies/out", "copies/in", "rewards", "disk")
+TRACKS = ("main", "engine", "copies/out", "copies/in", "text", "rewards", "disk")
 
 #: A span whose name starts so is not work: its thread waits for what another one does.
 WAIT = "wait/"

@@ -121,7 +121,16 @@ def refused_requests(engine: Engine, model: PreTrainedModel, grid: RolloutGrid) 
     load(engine, blocks_of(model, grid), 3)
     refused["kv_cache_asleep"] = asked()
     engine.wake_kv_cache()
-    return refused | {"awake": asked()}
+    refused["awake"] = asked()
+    return refused | poisoned(engine, model, grid)
+
+
+def poisoned(engine: Engine, model: PreTrainedModel, grid: RolloutGrid) -> dict[str, str]:
+    """What an engine whose weights hold NaN says, and what it keeps of the rollout. NaN stays in its KV cache after that."""
+    load(engine, [(block, torch.full_like(values, torch.nan)) for block, values in blocks_of(model, grid)], 4)
+    requests = [SampleRequest([20, 21], seed, MAX_TOKENS) for seed in range(3)]
+    error = message_of(lambda: engine.generate(requests, version=4))
+    return {"poisoned": error, "left": str(engine.num_running)}
 
 
 def refused_updates(engine: Engine, model: PreTrainedModel, grid: RolloutGrid, bad_update: str) -> dict[str, str]:

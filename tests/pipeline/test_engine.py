@@ -197,6 +197,13 @@ def test_wrong_weights_are_refused_and_end_the_engine(run, message, request):
         assert "start the run again" in refused["update_after"]
 
 
+def test_an_error_in_a_step_leaves_no_request_behind(any_run):
+    for rank in any_run.ranks:
+        refused = rank["refused_requests"]
+        assert "log-probs are not finite" in refused["poisoned"]
+        assert refused["left"] == "0"
+
+
 def test_the_process_is_left_as_it_was(any_run):
     assert all(kept for rank in any_run.ranks for kept in rank["kept"].values())
 
