@@ -18,7 +18,7 @@ from rlhf_mc.tracking import SampleRow
 def evaluate(run: Run, iteration: int) -> dict[str, float]:
     """Collective over all ranks. val/NAME for each reward function, val/reward_model, val/response_length; {} without held-out prompts.
 
-    Syncs the weights first; afterwards the engine is asleep and the trainer is off the device.
+    Syncs the weights first; afterwards the engine is asleep where it shares the trainer's device.
     """
     if run.sources.validation is None:
         return {}

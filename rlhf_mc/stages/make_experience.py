@@ -12,7 +12,7 @@ from rlhf_mc.models.passes import score
 from rlhf_mc.models.role import Role
 from rlhf_mc.offload import Part
 from rlhf_mc.parallel.packing import Asked
-from rlhf_mc.pipeline.dispatch import assemble_rollout, deal, gather_completions, requests_for
+from rlhf_mc.pipeline.dispatch import Completion, assemble_rollout, deal, requests_for
 from rlhf_mc.rewards.mix import MixedRewards, mix_rewards
 from rlhf_mc.stages.score_functions import collect_functions, submit_functions
 from rlhf_mc.stages.start import Run
@@ -21,15 +21,16 @@ from rlhf_mc.stages.start import Run
 def generate(run: Run, prompts: PromptBatch, rollout: Rollout, iteration: int, greedy: bool = False) -> RolloutBatch:
     """Collective over all ranks. Each replica answers its share of the samples; every rank gets all of them, in order.
 
-    Afterwards the engine is asleep: its memory is the trainer's.
+    Afterwards the engine is asleep where it shares the trainer's device: its memory is the trainer's.
     """
     requests = requests_for(prompts, rollout, run.settings.trainer.seed, iteration)
-    hands = deal(prompts.lengths.tolist(), rollout.samples_per_prompt, run.sampler.grid.num_replicas)
-    mine = hands[run.sampler.grid.replica]
-    completions = run.sampler.engine.generate([requests[i] for i in mine], version=run.weight_version, greedy=greedy)
-    run.sampler.engine.sleep()
-    completions = gather_completions(mine, completions, run.sampler.grid, run.world.everyone)
-    return assemble_rollout(prompts, rollout.samples_per_prompt, completions)
+    hands = deal(prompts.lengths.tolist(), rollout.samples_per_prompt, run.sampler.num_replicas)
+    generation = run.sampler.start(requests, hands, run.weight_version, greedy)
+    completions: dict[int, Completion] = {}
+    while not generation.done:
+        completions |= generation.advance()
+    run.sampler.sleep()
+    return assemble_rollout(prompts, rollout.samples_per_prompt, [completions[sample] for sample in range(len(requests))])
 
 
 def score_with(run: Run, role: Role, rollout: RolloutBatch, asked: Asked) -> Tensor:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.algorithms.kl import KLController
-from rlhf_mc.batch import SequenceBatch
 from rlhf_mc.config import Settings
 from rlhf_mc.data import Encoder, PretrainText, PromptSource, check_same_vocabulary, load_tokenizer, read_rows
 from rlhf_mc.models.heads import Sampling
@@ -20,9 +19,13 @@ from rlhf_mc.models.role import Role, RoleModel, build_role
 from rlhf_mc.offload import ModelState, Residency, plan_residency
 from rlhf_mc.parallel.exchange import Reshard
 from rlhf_mc.parallel.grids import RolloutGrid
-from rlhf_mc.parallel.world import World, join_world
+from rlhf_mc.parallel.job import Bridge, Job
+from rlhf_mc.parallel.world import World, join_job
+from rlhf_mc.pipeline.control import Control
 from rlhf_mc.pipeline.engine import Engine, check_memory, check_settings, stop_token_ids
-from rlhf_mc.pipeline.weight_sync import plan_weight_sync, probe_sequence
+from rlhf_mc.pipeline.nccl_wire import wire_over
+from rlhf_mc.pipeline.sampler import ColocatedSampler, Sampler, SeparateSampler
+from rlhf_mc.pipeline.weight_sync import plan_sync_apart, plan_weight_sync, probe_sequence
 from rlhf_mc.rewards.pool import RewardPool
 from rlhf_mc.rollout_files import BackgroundWriter, check_replay
 from rlhf_mc.tracking import StageClock, Trace, Tracker
@@ -42,19 +45,6 @@ class Sources:
             tracker.say(f"data.train: {self.prompts.report}")
         if self.validation is not None:
             tracker.say(f"data.validation: {self.validation.report}")
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """The engine of this rank with its place in the rollout grid.
-
-    reshard, probe: how the actor's shards become the engine's, and the sequence that proves it.
-    """
-
-    engine: Engine
-    grid: RolloutGrid
-    reshard: Reshard
-    probe: SequenceBatch
 
 
 @dataclass
@@ -91,6 +81,10 @@ class Run:
     def critic(self) -> RoleModel:
         """The value model."""
         return self.roles[Role.CRITIC]
+
+    def device_for_sampler(self) -> AbstractContextManager[None]:
+        """Inside, an engine that shares this rank's device has it for itself."""
+        return self.residency.nobody_on_device() if self.sampler.shares_devices else nullcontext()
 
 
 def read_sources(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Sources:
@@ -166,16 +160,18 @@ def _build_roles(settings: Settings, world: World, tracker: Tracker, trace: Trac
     return roles, residency
 
 
-def _build_sampler(
-    settings: Settings, actor: RoleModel, grid: RolloutGrid, sources: Sources, stops: list[int], tracker: Tracker
-) -> Sampler:
-    """Collective over all ranks. The engine, started, and the way of the weights to it."""
-    tracker.say("engine: starting vLLM")
-    longest = settings.data.max_prompt_tokens
-    engine = Engine(settings.actor.path, settings.rollout, settings.trainer.dtype, grid, settings.trainer.seed, longest, stops)
-    reshard = plan_weight_sync(actor, grid)
-    tracker.say(f"weight sync: {reshard.plan.explanation()}")
-    return Sampler(engine, grid, reshard, probe_sequence(sources.prompts.batch(0).prompt(0), actor.shape.vocab, longest))
+def _build_sampler(settings: Settings, actor: RoleModel, bridge: Bridge | None, sources: Sources, stops: list[int]) -> Sampler:
+    """Collective over all ranks of the job. The engines, started here or on the other side of the bridge, and the way of the weights to them."""
+    world, rollout, longest = actor.world, settings.rollout, settings.data.max_prompt_tokens
+    probe = probe_sequence(sources.prompts.batch(0).prompt(0), actor.shape.vocab, longest)
+    if bridge is not None:
+        grid = RolloutGrid.apart(rollout.engine_ranks, 0, rollout.tensor_parallel)
+        plan = plan_sync_apart(actor.shape, world.grid, grid, actor.dtype.itemsize)
+        reshard = Reshard(plan, wire_over(bridge, world.device), world.device, actor.dtype)
+        return SeparateSampler(Control(bridge), grid, reshard, world, probe)
+    grid = RolloutGrid(world.grid, rollout.tensor_parallel)
+    engine = Engine(settings.actor.path, rollout, settings.trainer.dtype, grid, settings.trainer.seed, longest, stops)
+    return ColocatedSampler(engine, grid, plan_weight_sync(actor, grid), world, probe)
 
 
 def _say_mode(settings: Settings, tracker: Tracker) -> None:
@@ -187,8 +183,8 @@ def _say_mode(settings: Settings, tracker: Tracker) -> None:
 
 
 @contextmanager
-def start_ppo(settings: Settings) -> Iterator[Run]:
-    """Collective over all ranks, once models, data and reward functions were checked.
+def start_ppo(settings: Settings, job: Job) -> Iterator[Run]:
+    """Collective over all ranks of the job, of which this is one that trains, once models, data and reward functions were checked.
 
     The run, closed at the end: trace, engine, trackers, reward workers, the writer of dumps. A run that fails leaves its trace.
     """
@@ -203,19 +199,20 @@ def start_ppo(settings: Settings) -> Iterator[Run]:
     with ExitStack() as stack:
         functions = reward.functions if trainer.generates else []
         pool = stack.enter_context(RewardPool(functions, reward.num_workers, reward.timeout_seconds, reward.max_error_rate, trace))
-        world = join_world(settings)
-        grid = RolloutGrid(world.grid, rollout.tensor_parallel) if trainer.generates else None
-        if grid is not None:
-            check_memory(rollout, grid)
+        world, bridge = join_job(settings, job)
+        if trainer.generates and bridge is None:
+            check_memory(rollout, RolloutGrid(world.grid, rollout.tensor_parallel))
         tracker = stack.enter_context(Tracker(settings, world.rank, trainer.iterations))
         _say_mode(settings, tracker)
         sources.report(tracker)
-        tracker.say(f"{world.size} ranks on {world.device.type}, {trainer.dtype}; {kernels_in_use(world.device)}")
+        engines = f" and {job.num_engines} for engines" if job.num_engines else ""
+        tracker.say(f"{world.size} ranks{engines} on {world.device.type}, {trainer.dtype}; {kernels_in_use(world.device)}")
         roles, residency = _build_roles(settings, world, tracker, trace)
         sampler = None
-        if grid is not None:
-            sampler = _build_sampler(settings, roles[Role.ACTOR], grid, sources, stops, tracker)
-            stack.callback(sampler.engine.close)
+        if trainer.generates:
+            tracker.say("engine: starting vLLM")
+            sampler = stack.enter_context(_build_sampler(settings, roles[Role.ACTOR], bridge, sources, stops))
+            tracker.say(f"weight sync: {sampler.plan.explanation()}")
         # Closed first: after a failure, torchrun ends this rank soon, and an engine may hang.
         stack.callback(trace.write, Path(trainer.output_dir, "trace", f"rank{world.rank}.json"), world.rank)
         yield Run(
