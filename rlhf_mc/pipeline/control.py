@@ -18,7 +18,7 @@ from rlhf_mc.parallel.job import Bridge
 from rlhf_mc.pipeline.dispatch import Completion, SampleRequest
 
 COMMANDER = 0
-_SIZE, _CONTENT = 0, 1  # tags, so that a size from any rank is not taken for the content of another message
+_TAG = 0
 
 
 class BridgeError(RuntimeError):
@@ -111,27 +111,19 @@ class Control:
         for rank, message in messages.items():
             data = torch.from_numpy(numpy.frombuffer(bytearray(pickle.dumps(message)), dtype=numpy.uint8))
             size = torch.tensor([data.numel()])
-            works += [self._group.send([size], rank, _SIZE), self._group.send([data], rank, _CONTENT)]
+            works += [self._group.send([size], rank, _TAG), self._group.send([data], rank, _TAG)]
             content += [size, data]
         return Sending(works, content, list(messages))
 
     def receive(self, rank: int) -> object:
-        """Waits for a message of `rank`, for as long as it takes. Raises BridgeError where that rank is gone."""
-        size = torch.zeros(1, dtype=torch.int64)
-        _wait(self._group.recv([size], rank, _SIZE), f"rank {rank}")
-        return self._content(rank, int(size))
+        """Waits for a message of `rank`, for as long as it takes. Raises BridgeError where that rank is gone.
 
-    def receive_from_any(self) -> tuple[int, object]:
-        """Waits for a message of whichever rank sends one, and says which. Raises BridgeError as `receive` does."""
+        There is no receiving from whichever rank comes first: gloo does not tell it that a rank is gone.
+        """
         size = torch.zeros(1, dtype=torch.int64)
-        work = self._group.recv_anysource([size], _SIZE)
-        _wait(work, "a rank")
-        rank = work._source_rank()
-        return rank, self._content(rank, int(size))
-
-    def _content(self, rank: int, size: int) -> object:
-        data = torch.empty(size, dtype=torch.uint8)
-        _wait(self._group.recv([data], rank, _CONTENT), f"rank {rank}")
+        _wait(self._group.recv([size], rank, _TAG), f"rank {rank}")
+        data = torch.empty(int(size), dtype=torch.uint8)
+        _wait(self._group.recv([data], rank, _TAG), f"rank {rank}")
         return pickle.loads(data.numpy().data)
 
 

@@ -133,7 +133,9 @@ class LocalGeneration:
 
 
 class RemoteGeneration:
-    """By engines on ranks of their own. A thread of rank 0 takes their answers as they come; rank 0 then tells the others."""
+    """By engines on ranks of their own. Threads of rank 0, one a replica, take their answers as they come; rank 0 then tells the
+    other ranks.
+    """
 
     def __init__(self, control: Control, group: dist.ProcessGroup, num_samples: int, speakers: Sequence[int]) -> None:
         """No collective. The engines have their commands already.
@@ -144,9 +146,12 @@ class RemoteGeneration:
         self._loads: dict[int, ReplicaLoad] = {}
         self._ends: dict[int, float] = {}
         self._answers: queue.SimpleQueue[Mapping[int, Completion] | Exception] = queue.SimpleQueue()
-        self._listener = threading.Thread(target=self._listen, name="rollout", daemon=True)
-        if group.rank() == 0:
-            self._listener.start()
+        self._listeners = [
+            threading.Thread(target=self._listen, args=[rank], name=f"answers of rank {rank}", daemon=True)
+            for rank in (speakers if self._hears else [])
+        ]
+        for listener in self._listeners:
+            listener.start()
 
     @property
     def done(self) -> bool:
@@ -160,27 +165,38 @@ class RemoteGeneration:
         """
         if self.done:
             return {}
-        found = self._told(self._arrived(wait) if self._group.rank() == 0 else {})
+        found = self._told(self._arrived(wait) if self._hears else {})
         self._left -= len(found)
-        if self.done and self._group.rank() == 0:
-            self._listener.join()  # so that the next command's answers come to who asked for them
+        if self.done and self._hears:
+            self._finish()
         return found
 
     def replicas(self) -> list[ReplicaLoad]:
         """Collective over all ranks that train. What each replica did."""
         now = time.perf_counter()
-        return self._told([replace(self._loads[rank], idle=now - self._ends[rank]) for rank in self._speakers if rank in self._loads])
+        return self._told([replace(self._loads[r], idle=now - self._ends[r]) for r in self._speakers] if self._hears else [])
 
-    def _listen(self) -> None:
-        """Until the last answer of every replica, or an error, which is raised where the answers are taken."""
+    @property
+    def _hears(self) -> bool:
+        """Whether this is the rank that the engines answer."""
+        return self._group.rank() == 0
+
+    def _listen(self, rank: int) -> None:
+        """Until the last answer of the replica, or an error, which is raised where the answers are taken."""
         try:
-            while len(self._loads) < len(self._speakers):
-                rank, progress = self._control.receive_from_any()
+            while rank not in self._loads:
+                progress = self._control.receive(rank)
                 if progress.load is not None:
                     self._loads[rank], self._ends[rank] = progress.load, time.perf_counter()
                 self._answers.put(progress.finished)
         except Exception as error:
             self._answers.put(error)
+
+    def _finish(self) -> None:
+        """Takes the last answers too: those that come after are for another command."""
+        for listener in self._listeners:
+            listener.join()
+        self._arrived(wait=False)
 
     def _arrived(self, wait: bool) -> dict[int, Completion]:
         found: dict[int, Completion] = {}
