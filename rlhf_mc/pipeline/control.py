@@ -6,6 +6,7 @@ Rank 0 commands, every engine rank obeys in the order of the commands, and the f
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from rlhf_mc.pipeline.dispatch import Completion, SampleRequest
 
 COMMANDER = 0
 _TAG = 0
+_SECONDS_UNTIL_ENDED = 3.0
 
 
 class BridgeError(RuntimeError):
@@ -131,4 +133,6 @@ def _wait(work: Work, peer: str) -> None:
     try:
         work.wait()
     except RuntimeError as error:  # gloo's only kind
+        # torchrun ends this rank meanwhile, so that only the rank that failed is read.
+        time.sleep(_SECONDS_UNTIL_ENDED)
         raise BridgeError(f"{peer} of the job does not answer any more; look for its own message ({error})") from error

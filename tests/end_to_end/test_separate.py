@@ -83,4 +83,5 @@ def test_an_error_on_one_side_ends_both_and_is_shown(endless, rank):
     side = ("trainer", "engine")[rank]
     assert f"rlhf_mc: train: error on rank {rank}:\nTraceback" in endless.output
     assert f"ZeroDivisionError: the bug of the {side}" in endless.output
+    assert endless.output.count("rlhf_mc: train: error") == 1
     assert endless.left_in_shared_memory() == []
