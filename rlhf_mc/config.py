@@ -94,15 +94,16 @@ class Parallel:
         _check(self.tensor >= 1, f"{key}.tensor: {self.tensor} is not positive")
         _check(self.pipeline >= 1, f"{key}.pipeline: {self.pipeline} is not positive")
 
-    def data(self, world_size: int) -> int:
-        """Data-parallel size for `world_size` ranks; an indivisible layout is a ConfigError."""
+    def data(self, num_ranks: int, engine_ranks: int = 0) -> int:
+        """Data-parallel size for `num_ranks` ranks that train, beside those of the engines; an indivisible layout is a ConfigError."""
         model = self.tensor * self.pipeline
         _check(
-            world_size % model == 0,
-            f"parallel: {world_size} ranks cannot be divided into groups of tensor {self.tensor} x pipeline "
-            f"{self.pipeline} = {model}; start a multiple of {model} ranks, or lower parallel.tensor or parallel.pipeline",
+            num_ranks % model == 0,
+            f"parallel: {num_ranks} ranks cannot be divided into groups of tensor {self.tensor} x pipeline "
+            f"{self.pipeline} = {model}; start a multiple of {model} ranks"
+            f"{f', and rollout.engine_ranks {engine_ranks} more' if engine_ranks else ''}, or lower parallel.tensor or parallel.pipeline",
         )
-        return world_size // model
+        return num_ranks // model
 
 
 @_settings_record
@@ -218,9 +219,15 @@ class Reward:
 
 @_settings_record
 class Rollout:
-    """Sampling by vLLM on a grid of its own: the ranks form replicas of `tensor_parallel` ranks each."""
+    """Sampling by vLLM on a grid of its own: the ranks form replicas of `tensor_parallel` ranks each.
 
-    tensor_parallel: int = 1  #: ranks of one engine replica; divides parallel.tensor x parallel.pipeline
+    Colocated engines share processes and devices with the trainer, by turns. Separate ones have the last `engine_ranks` ranks
+    of the job to themselves, and decode while the others score.
+    """
+
+    placement: Literal["colocated", "separate"] = "colocated"  #: engines in the trainer's processes, or in processes of their own
+    engine_ranks: int = 0  #: with placement=separate, ranks at the end of the job that only run engines
+    tensor_parallel: int = 1  #: ranks of one replica; divides engine_ranks, or colocated parallel.tensor x pipeline
     samples_per_prompt: int = 1  #: responses to each prompt
     temperature: float = 1.0  #: of sampling, and of every log-prob
     min_tokens: int = 0  #: shortest response
@@ -235,6 +242,7 @@ class Rollout:
 
     def check(self, key: str) -> None:
         _check(self.tensor_parallel >= 1, f"{key}.tensor_parallel: {self.tensor_parallel} is not positive")
+        self._check_placement(key)
         _check(self.samples_per_prompt >= 1, f"{key}.samples_per_prompt: {self.samples_per_prompt} is not positive")
         _check(self.temperature > 0, f"{key}.temperature: {self.temperature} must be positive; only evaluation decodes greedily")
         _check(
@@ -247,6 +255,26 @@ class Rollout:
             f"{key}: need 0 <= min_tokens ({self.min_tokens}) <= max_tokens ({self.max_tokens}) and max_tokens >= 1",
         )
         _check(self.kv_cache_gib > 0, f"{key}.kv_cache_gib: {self.kv_cache_gib} is not positive")
+
+    def _check_placement(self, key: str) -> None:
+        ranks, replica = self.engine_ranks, self.tensor_parallel
+        if self.placement == "colocated":
+            _check(
+                ranks == 0,
+                f"{key}.engine_ranks: {ranks}, but {key}.placement: colocated has engines on the trainer's ranks; "
+                f"set {key}.placement=separate, or {key}.engine_ranks=0",
+            )
+            return
+        _check(
+            ranks >= 1,
+            f"{key}.engine_ranks: {ranks}, but {key}.placement: separate needs ranks for the engines; "
+            f"set {key}.engine_ranks={replica} or a multiple of it, and start as many ranks more",
+        )
+        _check(
+            ranks % replica == 0,
+            f"{key}.engine_ranks: {ranks} cannot be divided into replicas of {key}.tensor_parallel {replica}; "
+            f"set {key}.engine_ranks={ranks // replica * replica or replica}, or change {key}.tensor_parallel",
+        )
 
 
 @_settings_record
@@ -456,6 +484,16 @@ class Settings:
         """Tokens of the longest sequence that any program of these settings can meet; rotary tables have this size."""
         return max(self.data.max_prompt_tokens + self.rollout.max_tokens, self.supervised.max_tokens)
 
+    def num_trainer_ranks(self, program: Program, world_size: int) -> int:
+        """Of the job's ranks, those that train: the first ones. ConfigError where the engines leave none."""
+        engine_ranks = self.rollout.engine_ranks if program == "train" else 0
+        _check(
+            engine_ranks < world_size,
+            f"rollout.engine_ranks: {engine_ranks} of {world_size} ranks leaves none to train on; "
+            f"start {engine_ranks + self.parallel.tensor * self.parallel.pipeline} ranks or more, or lower it",
+        )
+        return world_size - engine_ranks
+
     @property
     def dumps(self) -> bool:
         """Whether the run writes its experience to files."""
@@ -476,7 +514,10 @@ class Settings:
         sections. Without a `world_size`, what depends on the number of ranks is left out.
         """
         refuse(list(self._section_errors()))
-        data_parallel = None if world_size is None else self.parallel.data(world_size)
+        data_parallel = None
+        if world_size is not None:
+            trainer_ranks = self.num_trainer_ranks(program, world_size)
+            data_parallel = self.parallel.data(trainer_ranks, world_size - trainer_ranks)
         refuse(list(contradictions(self, program, data_parallel)))
 
     def _section_errors(self) -> Iterator[str]:

@@ -45,6 +45,12 @@ def _mode(settings: Settings) -> Iterator[str]:
             f"rollout.replay_dir: {replay_dir} would never be read under trainer.mode: {mode}; "
             "set trainer.mode=update, or rollout.replay_dir=null"
         )
+    if mode == "update" and settings.rollout.placement == "separate":
+        yield (
+            f"rollout.placement: separate, but trainer.mode: update generates nothing, and rollout.engine_ranks: "
+            f"{settings.rollout.engine_ranks} would idle; set rollout.placement=colocated and rollout.engine_ranks=0, and "
+            "start as many ranks fewer"
+        )
 
 
 def _models(settings: Settings) -> Iterator[str]:
@@ -81,10 +87,10 @@ def _ptx(settings: Settings) -> Iterator[str]:
 
 
 def _rollout_grid(settings: Settings) -> Iterator[str]:
-    """Each replica of the engine lies inside one model-parallel group, so it divides the number of ranks as well."""
+    """Each replica of a colocated engine lies inside one model-parallel group, so it divides the number of ranks as well."""
     parallel, replica = settings.parallel, settings.rollout.tensor_parallel
     model = parallel.tensor * parallel.pipeline
-    if model % replica:
+    if settings.rollout.placement == "colocated" and model % replica:
         yield (
             f"rollout.tensor_parallel: {replica} does not divide parallel.tensor {parallel.tensor} x parallel.pipeline "
             f"{parallel.pipeline} = {model}; the nearest that does is {_nearest_divisor(model, replica)}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING
 
 from rlhf_mc.launch import run_program
@@ -11,8 +13,17 @@ if TYPE_CHECKING:
 
 
 def ppo(settings: Settings) -> None:
-    """Collective over all ranks: the whole run."""
+    """Collective over all ranks: the whole run. With rollout.placement=separate the last ranks only run engines."""
     # Imported here, after the settings were checked: vLLM and megatron-core take many seconds.
+    from rlhf_mc.parallel.job import Job
+
+    job = Job.of(os.environ, settings.rollout.engine_ranks)
+    if job.has_engine_only:
+        from rlhf_mc.stages.serve import serve
+
+        serve(settings, job)
+        sys.exit(0)  # not by way of leaving megatron's world, in which this rank never was
+
     from rlhf_mc.stages.dump import dump
     from rlhf_mc.stages.evaluate import evaluate, sample_rows
     from rlhf_mc.stages.finish import finish
@@ -24,7 +35,7 @@ def ppo(settings: Settings) -> None:
     from rlhf_mc.stages.train import train
 
     trainer = settings.trainer
-    with start_ppo(settings) as run:
+    with start_ppo(settings, job) as run:
         before = evaluate(run, iteration=0)
         for iteration in range(trainer.iterations):
             metrics: dict[str, float] = {}

@@ -92,6 +92,12 @@ SECTION_FAULTS = [
     ("reward.functions=[{path: 'm:f'}, {path: 'n:f'}]", "reward.functions: the name f is used twice"),
     ("reward.functions=[{path: m.f}]", "reward.functions: path 'm.f' must read package.module:function"),
     ("rollout.tensor_parallel=0", "rollout.tensor_parallel: 0"),
+    ("rollout.engine_ranks=1", "rollout.engine_ranks: 1, but rollout.placement: colocated"),
+    ("rollout.placement=separate", "rollout.engine_ranks: 0, but rollout.placement: separate needs ranks"),
+    (
+        "rollout={placement: separate, engine_ranks: 3, tensor_parallel: 2}",
+        "rollout.engine_ranks: 3 cannot be divided into replicas of rollout.tensor_parallel 2; set rollout.engine_ranks=2",
+    ),
     ("rollout.samples_per_prompt=0", "rollout.samples_per_prompt: 0"),
     ("rollout.temperature=0", "rollout.temperature: 0.0"),
     ("rollout.top_p=0.9", "rollout: top_p=0.9, top_k=-1"),
@@ -208,6 +214,11 @@ UPDATE = ["trainer.mode=update", "rollout.replay_dir=rollouts", "actor.path=acto
         (["trainer.mode=update"], "rollout.replay_dir: null, but trainer.mode: update trains on", "a run with rollout.dump=true wrote"),
         ([*UPDATE, "rollout.dump=true"], "rollout.dump: true, but trainer.mode: update makes no rollouts", "set rollout.dump=false"),
         (["rollout.replay_dir=r"], "rollout.replay_dir: r would never be read under trainer.mode: ppo", "set trainer.mode=update, or"),
+        (
+            [*UPDATE, "rollout.placement=separate", "rollout.engine_ranks=2"],
+            "rollout.placement: separate, but trainer.mode: update generates nothing",
+            "set rollout.placement=colocated and rollout.engine_ranks=0",
+        ),
         (["trainer.mode=rollout", "rollout.replay_dir=r"], "rollout.replay_dir: r would never be read under trainer.mode: rollout", "null"),
     ],
 )
@@ -292,6 +303,18 @@ def test_optimizer_step_smaller_than_the_data_parallel_size(program, base, batch
     assert error == f"{key} is less than the data-parallel size; set it to 8 or more, or start fewer ranks"
     settings_of(*base, batch, "parallel.tensor=2").check(program, 8)
     settings_of(*base, batch, "parallel.tensor=2").check(program)
+
+
+SEPARATE = ["rollout.placement=separate", "rollout.engine_ranks=3", "rollout.tensor_parallel=3", "parallel.tensor=2"]
+
+
+def test_separate_engines_leave_the_training_grid_alone():
+    settings_of(*TRAIN, *SEPARATE).check("train", 7)  # a rollout TP that divides nothing of the trainer's
+    (error,) = errors_of("train", *TRAIN, *SEPARATE, world_size=3)
+    assert error == "rollout.engine_ranks: 3 of 3 ranks leaves none to train on; start 5 ranks or more, or lower it"
+    (error,) = errors_of("train", *TRAIN, *SEPARATE, world_size=6)
+    assert error.startswith("parallel: 3 ranks cannot be divided") and "multiple of 2 ranks, and rollout.engine_ranks 3 more" in error
+    settings_of(*SUPERVISED, *SEPARATE).check("sft", 2)  # which has no engines
 
 
 def test_reward_function_label():

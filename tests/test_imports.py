@@ -28,9 +28,10 @@ SIDE_ROOMS = {"data", "rewards", "rollout_files", "tracking"}  # import settings
 
 WITHOUT_MEGATRON = [
     "config contradictions config_keys recipe batch algorithms data rewards rollout_files tracking plan launch",
-    "parallel/grids parallel/reshard parallel/microbatches parallel/logprobs",
-    "models/hf_config models/weight_layout models/loss",
-    "pipeline/dispatch pipeline/schedule",
+    "parallel/grids parallel/reshard parallel/microbatches parallel/logprobs parallel/wire parallel/exchange parallel/job",
+    "models/hf_config models/weight_layout models/loss models/precision",
+    "pipeline/dispatch pipeline/schedule pipeline/engine pipeline/control pipeline/generation pipeline/server pipeline/weight_sync",
+    "stages/serve",
 ]
 WITHOUT_TORCH = [
     "config contradictions config_keys recipe",
@@ -118,9 +119,9 @@ def test_the_checks_see_the_package() -> None:
     assert room_of("rlhf_mc.parallel.world") == "parallel" and room_of("rlhf_mc.config") == "config"
 
 
-def test_vllm_is_imported_by_the_engine_and_its_parts_only() -> None:
-    engine, parts = "rlhf_mc.pipeline.engine", "rlhf_mc.pipeline.vllm_parts"
-    assert [name for name, file in MODULES.items() if uses(imports_of(file), "vllm")] == [engine, parts]
+def test_vllm_is_imported_by_the_engine_its_parts_and_its_wire_only() -> None:
+    engine, parts, wire = "rlhf_mc.pipeline.engine", "rlhf_mc.pipeline.vllm_parts", "rlhf_mc.pipeline.nccl_wire"
+    assert [name for name, file in MODULES.items() if uses(imports_of(file), "vllm")] == [engine, wire, parts]
     assert [name for name, file in MODULES.items() if parts in imports_of(file)] == [engine]
 
 

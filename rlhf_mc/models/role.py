@@ -17,13 +17,13 @@ from rlhf_mc.models.heads import Sampling, TokenLogprobs, ValueHead, token_logpr
 from rlhf_mc.models.hf_config import ModelShape, read_shape
 from rlhf_mc.models.hf_weights import export_hf_weights, load_hf_weights, save_hf_directory
 from rlhf_mc.models.optimizer import build_optimizer, torch_optimizers, wrap_for_training
+from rlhf_mc.models.precision import DTYPES
 from rlhf_mc.models.transformer import Decoder, build_decoder, rotary_table
 from rlhf_mc.models.weight_layout import Shard
 from rlhf_mc.parallel.packing import PackedMicrobatch, RotaryTable
 from rlhf_mc.parallel.world import World
 
 Head = Literal["language", "value"]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Role(str, Enum):

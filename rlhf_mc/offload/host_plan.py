@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from rlhf_mc.config import ConfigError, Settings
 from rlhf_mc.models.hf_config import read_shape
-from rlhf_mc.models.role import DTYPES, Role
+from rlhf_mc.models.precision import DTYPES
+from rlhf_mc.models.role import Role
 from rlhf_mc.offload.ledger import Ledger
 from rlhf_mc.offload.minimum import RoleBytes, ppo_visits
 from rlhf_mc.offload.neighbours import neighbours

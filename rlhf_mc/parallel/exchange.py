@@ -3,20 +3,20 @@
 Rows that are contiguous on both sides go straight from the trainer's weight into the engine's; small blocks and columns are
 packed into one message for each pair of ranks. While one bucket is copied on this rank, the next one travels. A checksum of
 every block where it lies at its source must equal that of the block where it lies in the end; the sums are compared among all
-ranks of the group.
+ranks that take part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mc.parallel.reshard import Block, ReshardPlan
+from rlhf_mc.parallel.wire import Message, Pending, Wire
 
 _DIRECT_BYTES = 1 << 20  # measured: smaller messages cost more than to pack them on one side and unpack them on the other
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
@@ -34,6 +34,17 @@ class Places(Protocol):
 
     def filled(self, blocks: Sequence[Block]) -> None:
         """These blocks lie in their places."""
+
+
+class NoPlaces:
+    """Of a rank that only sends."""
+
+    def places(self, blocks: Sequence[Block]) -> Sequence[Tensor]:
+        """None: there are no blocks for this rank."""
+        return []
+
+    def filled(self, blocks: Sequence[Block]) -> None:
+        """Nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -67,31 +78,31 @@ class _Transfer:
     """
 
     places: list[Tensor]
-    packed: list[dist.Work] = field(default_factory=list)
-    direct: list[dist.Work] = field(default_factory=list)
+    packed: list[Pending] = field(default_factory=list)
+    direct: list[Pending] = field(default_factory=list)
     unpack: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     late: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     alive: list[Tensor] = field(default_factory=list)
 
 
 class Reshard:
-    """A plan on this rank of the group that shares one copy of the trained model.
+    """A plan on this rank of the wire, whose ranks are the plan's.
 
     Holds no memory between runs; in a run at most two buckets of packed messages, one that travels and one that is unpacked.
     """
 
-    def __init__(self, plan: ReshardPlan, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
-        self.plan, self.group, self.device, self.dtype = plan, group, device, dtype
-        self.rank = group.rank()
+    def __init__(self, plan: ReshardPlan, wire: Wire, device: torch.device, dtype: torch.dtype) -> None:
+        self.plan, self.wire, self.device, self.dtype = plan, wire, device, dtype
+        self.rank = wire.rank
         self._shares = [_Share.of(bucket, self.rank) for bucket in plan.buckets]
         self._word = _common_word(plan, dtype.itemsize)
 
     @torch.no_grad()
     def run(self, params: Mapping[str, Tensor], engine: Places, prove: bool = True) -> None:
-        """Collective over the group. Each block that this rank wants comes to lie in its place in `engine`.
+        """Collective over the wire. Each block that this rank wants comes to lie in its place in `engine`.
 
         params: this rank's shard, by the source's names.  prove: false leaves the checksums out, to measure what they cost.
-        Raises ReshardError on every rank of the group where what lies there is not what was sent.
+        Raises ReshardError on every rank of the wire where what lies there is not what was sent.
         """
         sums = torch.zeros(len(self._shares), self.plan.num_ranks, dtype=torch.int64, device=self.device)
         ahead = self._start(self._shares[0], params, engine)
@@ -111,46 +122,45 @@ class Reshard:
         """Sets one bucket going."""
         transfer = _Transfer(list(engine.places(share.wanted)))
         incoming = list(zip(share.receives, transfer.places[len(share.local) :], strict=True))
-        packed = [op for peer in range(self.plan.num_ranks) for op in self._packed(peer, share, incoming, params, transfer)]
-        transfer.packed = dist.batch_isend_irecv(packed) if packed else []
-        operations = []
+        transfer.packed = self.wire.start(self._packed_receives(incoming, transfer), self._packed_sends(share, params, transfer))
+        receives, sends = [], []
         for block, place in incoming:
             if self._is_direct(block):
                 target = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
-                operations.append(self._operation(dist.irecv, target, block.source))
+                receives.append(Message(target, block.source))
                 if target is not place:
                     transfer.late.append((place, target))
         for block in share.sends:
             if self._is_direct(block):
                 transfer.alive.append(_lying_in(params, block).contiguous())
-                operations.append(self._operation(dist.isend, transfer.alive[-1], block.target))
-        transfer.direct = dist.batch_isend_irecv(operations) if operations else []
+                sends.append(Message(transfer.alive[-1], block.target))
+        transfer.direct = self.wire.start(receives, sends)
         return transfer
 
-    def _packed(
-        self,
-        peer: int,
-        share: _Share,
-        incoming: Sequence[tuple[Block, Tensor]],
-        params: Mapping[str, Tensor],
-        transfer: _Transfer,
-    ) -> list[dist.P2POp]:
-        """The messages to and from one rank with all that does not travel by itself."""
-        operations = []
-        receives = [(block, place) for block, place in incoming if block.source == peer and not self._is_direct(block)]
-        if receives:
-            message = self._message([block for block, _ in receives])
-            operations.append(self._operation(dist.irecv, message, peer))
-            parts = _parts(message, [block for block, _ in receives])
-            transfer.unpack += [(place, part) for (_, place), part in zip(receives, parts)]
-        sends = [block for block in share.sends if block.target == peer and not self._is_direct(block)]
-        if sends:
-            message = self._message(sends)
-            for block, part in zip(sends, _parts(message, sends)):
-                part.copy_(_lying_in(params, block))
-            operations.append(self._operation(dist.isend, message, peer))
-            transfer.alive.append(message)
-        return operations
+    def _packed_receives(self, incoming: Sequence[tuple[Block, Tensor]], transfer: _Transfer) -> list[Message]:
+        """One message from each rank with all that does not travel by itself."""
+        messages = []
+        for peer in range(self.plan.num_ranks):
+            blocks = [(block, place) for block, place in incoming if block.source == peer and not self._is_direct(block)]
+            if blocks:
+                message = self._message([block for block, _ in blocks])
+                parts = _parts(message, [block for block, _ in blocks])
+                transfer.unpack += [(place, part) for (_, place), part in zip(blocks, parts)]
+                messages.append(Message(message, peer))
+        return messages
+
+    def _packed_sends(self, share: _Share, params: Mapping[str, Tensor], transfer: _Transfer) -> list[Message]:
+        """The same to each rank, filled."""
+        messages = []
+        for peer in range(self.plan.num_ranks):
+            blocks = [block for block in share.sends if block.target == peer and not self._is_direct(block)]
+            if blocks:
+                message = self._message(blocks)
+                for block, part in zip(blocks, _parts(message, blocks)):
+                    part.copy_(_lying_in(params, block))
+                transfer.alive.append(message)
+                messages.append(Message(message, peer))
+        return messages
 
     def _complete(self, share: _Share, transfer: _Transfer, params: Mapping[str, Tensor]) -> None:
         """Copies what this rank holds itself, then takes the rest as it comes."""
@@ -168,9 +178,6 @@ class Reshard:
     def _message(self, blocks: Sequence[Block]) -> Tensor:
         return torch.empty(sum(block.numel for block in blocks), dtype=self.dtype, device=self.device)
 
-    def _operation(self, way: Callable, tensor: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(way, tensor, group=self.group, group_peer=peer)
-
     def _checksum(self, values: Tensor) -> Tensor:
         """Sum of the block's bytes as integers, modulo 2**64: any change of a single word changes it."""
         word = _WORDS[self._word]
@@ -181,15 +188,15 @@ class Reshard:
         return words.sum(dtype=torch.int64)
 
     def _compare(self, sums: Tensor) -> None:
-        """Collective over the group."""
-        dist.all_reduce(sums, group=self.group)
+        """Collective over the wire."""
+        self.wire.sum(sums)
         wrong = sums.nonzero().tolist()
         if wrong:
             bucket, rank = wrong[0]
             names = sorted({block.name for block in self.plan.buckets[bucket] if block.target == rank})
             raise ReshardError(
                 f"weight sync: {len(wrong)} of {sums.numel()} checksums differ; first of bucket {bucket}, as written on rank {rank} of "
-                f"the model group: among {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}. The engine holds damaged "
+                f"{self.wire.name}: among {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}. The engine holds damaged "
                 "weights; check the network and memory of that rank, and start again"
             )
 

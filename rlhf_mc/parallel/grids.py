@@ -98,6 +98,11 @@ class RolloutGrid:
                 "choose a rollout.tensor_parallel that divides their number"
             )
 
+    @staticmethod
+    def apart(world_size: int, rank: int, tensor: int) -> RolloutGrid:
+        """The grid of engines that have `world_size` ranks to themselves: a replica's ranks lie side by side."""
+        return RolloutGrid(TrainingGrid(world_size, rank, tensor, pipeline=1), tensor)
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""

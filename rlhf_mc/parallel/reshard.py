@@ -86,7 +86,7 @@ class ReshardPlan:
     """The blocks of each bucket, in the order in which they lie in a message; and what that costs.
 
     received, sent: bytes by rank, over the network, at each sync.  rollout_tensor: ranks of one engine replica.
-    model_bytes: the whole model, each weight once.  num_ranks: those that share one copy of the trained model.
+    model_bytes: the whole model, each weight once.  num_ranks: those that take part.  apart: those that want pieces hold none.
     """
 
     buckets: tuple[tuple[Block, ...], ...]
@@ -96,10 +96,15 @@ class ReshardPlan:
     model_bytes: int
     received: tuple[int, ...]
     sent: tuple[int, ...]
+    apart: bool
 
     @property
     def bound(self) -> float:
-        """HybridFlow's bound (arXiv:2409.19256, table 2) on the bytes that a rank receives: (tp - tg) / (tg tp) of the model."""
+        """The bound on the bytes that a rank receives. Apart, that is its whole shard, 1 / tg of the model. On the ranks of one
+        copy of the trained model it is HybridFlow's (arXiv:2409.19256, table 2): (tp - tg) / (tg tp) of the model.
+        """
+        if self.apart:
+            return self.model_bytes / self.rollout_tensor
         return self.model_bytes * (self.num_ranks - self.rollout_tensor) / (self.rollout_tensor * self.num_ranks)
 
     @property
@@ -110,10 +115,11 @@ class ReshardPlan:
     def explanation(self) -> str:
         """One line: bytes received, the bound, and where they differ by more than 2 % of a shard, why."""
         shard = self.model_bytes / self.rollout_tensor
-        line = f"{_mib(max(self.received))} received by a rank at most, bound {_mib(self.bound)}"
+        why = ", its whole shard, as an engine rank holds nothing of the trainer's" if self.apart else ""
+        line = f"{_mib(max(self.received))} received by a rank at most, bound {_mib(self.bound)}{why}"
         if self.excess <= 0.02 * shard:
             return line
-        if self.rollout_tensor > self.training_tensor:
+        if self.rollout_tensor > self.training_tensor and not self.apart:
             return (
                 f"{line}; {_mib(self.excess)} more, since rollout TP {self.rollout_tensor} exceeds training TP "
                 f"{self.training_tensor}: a rank's rollout shard has rows of every layer, its training shard none of the other "
@@ -130,8 +136,8 @@ def _mib(num_bytes: float) -> str:
 
 
 def plan_reshard(
-    held: Sequence[Iterable[Piece]],
-    wanted: Sequence[Iterable[Piece]],
+    held: Sequence[Sequence[Piece]],
+    wanted: Sequence[Sequence[Piece]],
     shapes: Shapes,
     element_bytes: int,
     bucket_bytes: int,
@@ -164,13 +170,14 @@ def plan_reshard(
         model_bytes=element_bytes * sum(prod(dims) for dims in shapes.values()),
         received=tuple(received),
         sent=tuple(sent),
+        apart=not any(has and wants for has, wants in zip(held, wanted)),
     )
 
 
 Holders = dict[int, list[Piece]]
 
 
-def _holders(held: Sequence[Iterable[Piece]]) -> dict[str, Holders]:
+def _holders(held: Sequence[Sequence[Piece]]) -> dict[str, Holders]:
     """For each tensor, by rank, the pieces of it that the rank holds, in order."""
     holders: dict[str, Holders] = defaultdict(lambda: defaultdict(list))
     for rank, pieces in enumerate(held):

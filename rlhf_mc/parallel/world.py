@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 from dataclasses import dataclass
-from datetime import timedelta
 
 import numpy
 import torch
@@ -13,8 +12,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
-from rlhf_mc.config import ConfigError, Settings
+from rlhf_mc.config import Settings
 from rlhf_mc.parallel.grids import TrainingGrid
+from rlhf_mc.parallel.job import Bridge, Job, choose_device, start_distributed
 from rlhf_mc.parallel.megatron_cpu import show_cpu_to_megatron
 
 
@@ -47,23 +47,6 @@ class World:
         return values
 
 
-def _choose_device(wanted: str) -> torch.device:
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError("trainer.device=cuda, but torch sees no CUDA device; set trainer.device=cpu, or fix the driver")
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"local rank {local_rank} has no GPU of its own ({torch.cuda.device_count()} visible); "
-            "start as many ranks a node as it has GPUs"
-        )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
-
-
 def seed_everything(seed: int) -> None:
     """Seeds python, numpy, torch and megatron's tensor-parallel generators, alike on every rank."""
     random.seed(seed)
@@ -77,17 +60,16 @@ def join_world(settings: Settings) -> World:
 
     Without torchrun's environment the world is one rank. Raises ConfigError for a layout or device that cannot be.
     """
-    for name, alone in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
-        os.environ.setdefault(name, alone)  # vLLM reads them as well
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = _choose_device(settings.trainer.device)
-    grid = TrainingGrid(size, rank, settings.parallel.tensor, settings.parallel.pipeline)
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    if "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(minutes=30))
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return build_world(grid, device, settings.trainer.seed)
+    world, _ = join_job(settings, Job.of(os.environ))
+    return world
+
+
+def join_job(settings: Settings, job: Job) -> tuple[World, Bridge | None]:
+    """Collective over all ranks of the job, of which this is one that trains. The world of those that train, and the bridge if any."""
+    device = choose_device(settings.trainer.device, job.local_rank)
+    grid = TrainingGrid(job.num_trainers, job.rank, settings.parallel.tensor, settings.parallel.pipeline)
+    bridge = start_distributed(job, device)
+    return build_world(grid, device, settings.trainer.seed), bridge
 
 
 def build_world(grid: TrainingGrid, device: torch.device, seed: int) -> World:

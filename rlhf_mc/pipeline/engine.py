@@ -1,4 +1,4 @@
-"""vLLM in this rank's process: sampling, weights in, sleep. Only this file and vllm_parts.py import vllm.
+"""vLLM in this rank's process: sampling, weights in, sleep. Only this file, vllm_parts.py and nccl_wire.py import vllm.
 
 Every rank makes an Engine; the ranks of one replica then call the same methods with the same arguments, in the same
 order: each has a scheduler of its own, and they stay in step because they see the same requests. Who gets which prompt
@@ -107,7 +107,7 @@ class Engine:
         self._shard_numel = _numel(engine_pieces(self._shape, grid.tensor, grid.tensor_rank), self._shape)
         check_settings(self._shape, settings, dtype, max_prompt_tokens)
         check_memory(settings, grid)
-        with _environment(self._cuda), _rng_kept(), _torch_threads_kept():
+        with vllm_environment(self._cuda), _rng_kept(), _torch_threads_kept():
             self._llm = self._start(model_path, dtype, grid, seed)
         self.weight_version: int | None = None
         self._kv_cache_awake = True
@@ -144,7 +144,7 @@ class Engine:
             kv_cache_memory_bytes=int(self._settings.kv_cache_gib * _GIB),
             block_size=_BLOCK_TOKENS,
             enable_prefix_caching=True,
-            enable_sleep_mode=self._cuda,
+            enable_sleep_mode=self._cuda and self._settings.placement == "colocated",
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
             seed=seed,
@@ -395,7 +395,7 @@ def _forget_shared_memory_names(ident: str) -> None:
 
 
 @contextlib.contextmanager
-def _environment(cuda: bool) -> Iterator[None]:
+def vllm_environment(cuda: bool) -> Iterator[None]:
     """What vLLM reads at import and start. What it overwrites on the way for its own children is put back."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"

@@ -1,20 +1,30 @@
-"""One rollout while it is being sampled: every rank learns together which samples have finished since it last asked."""
+"""One rollout while it is being sampled: every rank that trains learns together which samples have finished since it last asked.
+
+`LocalGeneration` steps the engines in the ranks' own processes. `RemoteGeneration` hears from engines that have ranks of
+their own, and decode meanwhile.
+"""
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from rlhf_mc.parallel.grids import RolloutGrid
+from rlhf_mc.pipeline.control import Control, ReplicaLoad
 from rlhf_mc.pipeline.dispatch import Completion, SampleRequest, gather_completions
 from rlhf_mc.pipeline.engine import Engine
 
 if TYPE_CHECKING:
     from rlhf_mc.tracking import Trace
+
+T = TypeVar("T")
+_LONGEST_WAIT_SECONDS = 60.0  # well within the time-out of the collective in which the other ranks wait
 
 
 class Generation(Protocol):
@@ -24,38 +34,79 @@ class Generation(Protocol):
     def done(self) -> bool:
         """Whether all samples have come back."""
 
-    def advance(self) -> dict[int, Completion]:
-        """Collective over all ranks. Works, or waits, for a while; the samples that finished since the last call."""
+    def advance(self, wait: bool = True) -> dict[int, Completion]:
+        """Collective over all ranks that train. The samples that finished since the last call.
+
+        An engine in the ranks' own processes works for a while. Another works by itself: where nothing has finished,
+        the call returns at once, or waits a minute at most if told to.
+        """
 
     def replicas(self) -> list[ReplicaLoad]:
-        """Collective over all ranks. What each replica did, once all is done."""
+        """Collective over all ranks that train. What each replica did, once all is done."""
 
 
-@dataclass(frozen=True)
-class ReplicaLoad:
-    """What one replica did in one rollout. tokens: sampled.  busy, idle: seconds with something to decode, and without.
+class Decoding:
+    """One replica's share of a rollout, in the engine of this process."""
 
-    running: mean number of sequences in a step.  longest: tokens of its longest response.
-    """
+    def __init__(self, engine: Engine, requests: Mapping[int, SampleRequest], version: int, greedy: bool, trace: Trace) -> None:
+        """No collective, but all ranks of a replica must be given the same. Raises EngineError as `Engine.submit` does.
 
-    tokens: int
-    busy: float
-    idle: float
-    running: float
-    longest: int
+        trace: gets the engine's steps.
+        """
+        self._engine, self._trace = engine, trace
+        self._tokens = self._steps = self._running = self._longest = 0
+        self._start = self._last = time.perf_counter()
+        engine.submit(requests, version=version, greedy=greedy)
+
+    @property
+    def done(self) -> bool:
+        """Whether this replica has finished its samples."""
+        return self._engine.num_running == 0
+
+    def advance(self, steps: int) -> dict[int, Completion]:
+        """Collective over the replica's ranks. So many engine steps, or fewer where nothing is left; what finished in them."""
+        finished: dict[int, Completion] = {}
+        for _ in range(steps):
+            if self.done:
+                break
+            finished |= self._step()
+        lengths = [len(completion.token_ids) for completion in finished.values()]
+        self._tokens += sum(lengths)
+        self._longest = max([self._longest, *lengths])
+        return finished
+
+    def _step(self) -> dict[int, Completion]:
+        """One engine step, noted down."""
+        running = self._engine.num_running
+        self._trace.counter("sequences running", running)
+        with self._trace.span("step", track="engine", running=running):
+            finished = self._engine.step()
+        self._running += running
+        self._steps += 1
+        self._last = time.perf_counter()
+        return finished
+
+    def load(self) -> ReplicaLoad:
+        """What the replica did up to now."""
+        return ReplicaLoad(
+            tokens=self._tokens,
+            busy=self._last - self._start,
+            idle=time.perf_counter() - self._last,
+            running=self._running / max(1, self._steps),
+            longest=self._longest,
+        )
 
 
 def load_metrics(loads: Sequence[ReplicaLoad]) -> dict[str, float]:
     """rollout/...: what people look at to see whether replicas are balanced, and how long the last one kept the others waiting."""
-    rates = [load.tokens / load.busy if load.busy else 0.0 for load in loads]
     busy = [load.busy for load in loads]
     return {
-        "rollout/tokens_per_second": sum(load.tokens for load in loads) / max(busy) if max(busy) else 0.0,
-        "rollout/tokens_per_second/slowest_replica": min(rates),
+        "rollout/tokens_per_second": sum(load.tokens for load in loads) / max(busy),
+        "rollout/tokens_per_second/slowest_replica": min(load.tokens / load.busy for load in loads),
         "rollout/sequences_running": sum(load.running for load in loads) / len(loads),
         "rollout/longest_response": float(max(load.longest for load in loads)),
         "rollout/idle_seconds": max(load.idle for load in loads),
-        "rollout/slowest_replica_share": max(busy) / (sum(busy) / len(busy)) if sum(busy) else 1.0,
+        "rollout/slowest_replica_share": max(busy) / (sum(busy) / len(busy)),
     }
 
 
@@ -80,53 +131,117 @@ class LocalGeneration:
 
         group: all ranks (gloo).
         """
-        self._engine, self._grid, self._group, self._steps = engine, grid, group, steps
-        self._trace = trace
+        self._grid, self._group, self._steps = grid, group, steps
         self._left = len(requests)
-        self._tokens = self._engine_steps = self._running = self._longest = 0
-        self._start = self._last = time.perf_counter()
-        engine.submit({sample: requests[sample] for sample in hand}, version=version, greedy=greedy)
+        self._decoding = Decoding(engine, {sample: requests[sample] for sample in hand}, version, greedy, trace)
 
     @property
     def done(self) -> bool:
         """Whether all samples of all replicas have come back."""
         return self._left == 0
 
-    def advance(self) -> dict[int, Completion]:
-        """Collective over all ranks: so many engine steps, then one exchange. {} once all is done, without a collective."""
+    def advance(self, wait: bool = True) -> dict[int, Completion]:
+        """Collective over all ranks: so many engine steps, then one exchange. {} once all is done, without a collective.
+
+        Nothing finishes by waiting here, so that `wait` changes nothing.
+        """
         if self.done:
             return {}
-        mine: dict[int, Completion] = {}
-        for _ in range(self._steps):
-            if not self._engine.num_running:
-                break
-            self._step(mine)
-        self._tokens += sum(len(completion.token_ids) for completion in mine.values())
-        self._longest = max([self._longest, *(len(completion.token_ids) for completion in mine.values())])
-        found = gather_completions(mine, self._grid, self._group)
+        found = gather_completions(self._decoding.advance(self._steps), self._grid, self._group)
         self._left -= len(found)
         return found
 
-    def _step(self, mine: dict[int, Completion]) -> None:
-        """One engine step, noted down."""
-        running = self._engine.num_running
-        self._trace.counter("sequences running", running)
-        with self._trace.span("step", track="engine", running=running):
-            mine |= self._engine.step()
-        self._running += running
-        self._engine_steps += 1
-        self._last = time.perf_counter()
-
     def replicas(self) -> list[ReplicaLoad]:
         """Collective over all ranks. What each replica did."""
-        mine = ReplicaLoad(
-            tokens=self._tokens,
-            busy=self._last - self._start,
-            idle=time.perf_counter() - self._last,
-            running=self._running / max(1, self._engine_steps),
-            longest=self._longest,
-        )
+        mine = self._decoding.load()
         loads: list[ReplicaLoad] = [mine] * self._grid.world_size
         if self._grid.world_size > 1:
             dist.all_gather_object(loads, mine, group=self._group)
         return [loads[self._grid.ranks_of(replica)[0]] for replica in range(self._grid.num_replicas)]
+
+
+class RemoteGeneration:
+    """By engines on ranks of their own. Threads of rank 0, one a replica, take their answers as they come; rank 0 then tells the
+    other ranks.
+    """
+
+    def __init__(self, control: Control, group: dist.ProcessGroup, num_samples: int, speakers: Sequence[int]) -> None:
+        """No collective. The engines have their commands already.
+
+        group: all ranks that train (gloo).  speakers: of each replica, the rank of the job that answers for it.
+        """
+        self._control, self._group, self._left, self._speakers = control, group, num_samples, speakers
+        self._loads: dict[int, ReplicaLoad] = {}
+        self._ends: dict[int, float] = {}
+        self._answers: queue.SimpleQueue[Mapping[int, Completion] | Exception] = queue.SimpleQueue()
+        self._listeners = [
+            threading.Thread(target=self._listen, args=[rank], name=f"answers of rank {rank}", daemon=True)
+            for rank in (speakers if self._hears else [])
+        ]
+        for listener in self._listeners:
+            listener.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether all samples of all replicas have come back."""
+        return self._left == 0
+
+    def advance(self, wait: bool = True) -> dict[int, Completion]:
+        """Collective over all ranks that train. What has arrived; {} once all is done, without a collective.
+
+        Raises BridgeError on rank 0 where an engine's rank is gone.
+        """
+        if self.done:
+            return {}
+        found = self._told(self._arrived(wait) if self._hears else {})
+        self._left -= len(found)
+        if self.done and self._hears:
+            self._finish()
+        return found
+
+    def replicas(self) -> list[ReplicaLoad]:
+        """Collective over all ranks that train. What each replica did."""
+        now = time.perf_counter()
+        return self._told([replace(self._loads[r], idle=now - self._ends[r]) for r in self._speakers] if self._hears else [])
+
+    @property
+    def _hears(self) -> bool:
+        """Whether this is the rank that the engines answer."""
+        return self._group.rank() == 0
+
+    def _listen(self, rank: int) -> None:
+        """Until the last answer of the replica, or an error, which is raised where the answers are taken."""
+        try:
+            while rank not in self._loads:
+                progress = self._control.receive(rank)
+                if progress.load is not None:
+                    self._loads[rank], self._ends[rank] = progress.load, time.perf_counter()
+                self._answers.put(progress.finished)
+        except Exception as error:
+            self._answers.put(error)
+
+    def _finish(self) -> None:
+        """Takes the last answers too: those that come after are for another command."""
+        for listener in self._listeners:
+            listener.join()
+        self._arrived(wait=False)
+
+    def _arrived(self, wait: bool) -> dict[int, Completion]:
+        found: dict[int, Completion] = {}
+        seconds = _LONGEST_WAIT_SECONDS if wait else 0.0
+        while True:
+            try:
+                answer = self._answers.get(timeout=seconds)
+            except queue.Empty:
+                return found
+            if isinstance(answer, Exception):
+                raise answer
+            found |= answer
+            seconds = 0.0
+
+    def _told(self, value: T) -> T:
+        """Collective over all ranks that train: rank 0's value."""
+        values = [value]
+        if self._group.size() > 1:
+            dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]

@@ -10,7 +10,7 @@ from rlhf_mc.batch import Experience, PromptBatch, RolloutBatch
 from rlhf_mc.models.role import Role
 from rlhf_mc.offload import Part
 from rlhf_mc.pipeline.dispatch import Completion, assemble_rollout
-from rlhf_mc.stages.make_experience import score_on_device
+from rlhf_mc.stages.make_experience import score_on_device, start_rollout
 from rlhf_mc.stages.score_functions import FunctionScores
 from rlhf_mc.stages.start import Run
 from rlhf_mc.stages.sync_weights import sync_weights
@@ -20,7 +20,7 @@ from rlhf_mc.tracking import SampleRow
 def evaluate(run: Run, iteration: int) -> dict[str, float]:
     """Collective over all ranks. val/NAME for each reward function, val/reward_model, val/response_length; {} without held-out prompts.
 
-    Syncs the weights first; afterwards the engine is asleep and the trainer is off the device.
+    Syncs the weights first; afterwards the engine is asleep where it shares the trainer's device.
     """
     if run.sources.validation is None:
         return {}
@@ -41,11 +41,11 @@ def evaluate(run: Run, iteration: int) -> dict[str, float]:
 def greedy_rollout(run: Run, prompts: PromptBatch, iteration: int) -> RolloutBatch:
     """Collective over all ranks. One greedy answer to each prompt. Afterwards the engine is asleep."""
     once = replace(run.settings.rollout, samples_per_prompt=1)
-    generation = run.sampler.start(prompts, once, run.settings.trainer.seed, iteration, run.weight_version, greedy=True)
+    generation = start_rollout(run, prompts, once, iteration, greedy=True)
     completions: dict[int, Completion] = {}
     while not generation.done:
         completions |= generation.advance()
-    run.sampler.finish(generation)
+    run.sampler.sleep()
     return assemble_rollout(prompts, 1, completions)
 
 

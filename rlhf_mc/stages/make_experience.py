@@ -12,13 +12,15 @@ from torch import Tensor
 from rlhf_mc.algorithms.advantages import gae, whiten
 from rlhf_mc.algorithms.kl import mean_sequence_kl, token_rewards
 from rlhf_mc.batch import Experience, PromptBatch, RolloutBatch
+from rlhf_mc.config import Rollout
 from rlhf_mc.models.passes import score
 from rlhf_mc.models.role import Role
 from rlhf_mc.offload import EMPTY, Part, Visit
 from rlhf_mc.parallel.packing import Asked
 from rlhf_mc.pipeline.chunks import Chunk, Chunker
-from rlhf_mc.pipeline.dispatch import Completion, assemble_rollout
+from rlhf_mc.pipeline.dispatch import Completion, assemble_rollout, deal, requests_for
 from rlhf_mc.pipeline.executor import execute
+from rlhf_mc.pipeline.generation import Generation
 from rlhf_mc.pipeline.schedule import Costs, Operation, Resources, choose_chunks, groups_of, pipelined, serial
 from rlhf_mc.rewards.mix import MixedRewards, mix_rewards
 from rlhf_mc.rewards.pool import RewardResults
@@ -45,15 +47,22 @@ def make_experience(run: Run, iteration: int) -> Experience:
         making = Making(run, prompts, iteration, num_chunks(run, prompts))
         execute(making.operations, making)
         run.costs = making.costs()
-        run.sampler.lengths.observe(making.rollout)
+        run.lengths.observe(making.rollout)
         return making.experience()
+
+
+def start_rollout(run: Run, prompts: PromptBatch, rollout: Rollout, iteration: int, greedy: bool = False) -> Generation:
+    """Collective over all ranks. Deals the samples to the replicas, which begin."""
+    requests = requests_for(prompts, rollout, run.settings.trainer.seed, iteration)
+    hands = deal(run.lengths.expected_tokens(prompts), rollout.samples_per_prompt, run.sampler.num_replicas)
+    return run.sampler.start(requests, hands, run.weight_version, greedy)
 
 
 def resources_of(run: Run) -> Resources:
     """What a schedule may use side by side."""
     pipeline = run.settings.pipeline
     return Resources(
-        apart=run.sampler.is_apart,
+        apart=not run.sampler.shares_devices,
         beside=pipeline.score_while_generating,
         roles_at_once=1 if run.settings.offload.enabled else len(run.roles),
         prefetch=run.settings.offload.device_budget_gib is not None,
@@ -91,7 +100,7 @@ class Making:
         self._to_score = deque(Role(op.role) for op in self.operations if op.kind == "score")
         if resources_of(run).can_score_between:
             run.residency.expect(Visit(self._to_score[0], Part.PARAMS))
-        self._generation = run.sampler.start(prompts, run.settings.rollout, run.settings.trainer.seed, iteration, run.weight_version)
+        self._generation = start_rollout(run, prompts, run.settings.rollout, iteration)
 
     def _schedule(self) -> list[Operation]:
         roles, resources = [role.value for role in self._numbers], resources_of(self._run)
@@ -117,7 +126,10 @@ class Making:
 
     def sleep(self) -> None:
         """The rollout is complete: the engine's memory is the trainer's."""
-        self._run.sampler.finish(self._generation)
+        self._run.loads = self._generation.replicas()
+        if not self._run.sampler.shares_devices:
+            self._seconds["generate"] = max(load.busy for load in self._run.loads)
+        self._run.sampler.sleep()
 
     def score(self, role: str, chunks: Sequence[int]) -> None:
         """The role's pass over these chunks, with its params alone on the device."""

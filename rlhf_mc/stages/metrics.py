@@ -14,7 +14,8 @@ def iteration_metrics(run: Run, experience: Experience) -> dict[str, float]:
     metrics["actor/kl_coef"] = run.kl.coef
     metrics |= run.residency.ledger.metrics()
     if run.sampler is not None:
-        metrics |= load_metrics(run.sampler.loads)
+        metrics |= load_metrics(run.loads)
     if run.trace.enabled:
         metrics |= overlap_of(run.trace.iteration_spans()).metrics()
-    return metrics | run.clock.metrics(int(experience.rollout.lengths.sum()), run.world.size)
+    num_devices = run.world.size + run.settings.rollout.engine_ranks
+    return metrics | run.clock.metrics(int(experience.rollout.lengths.sum()), num_devices)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.algorithms.kl import KLController
-from rlhf_mc.batch import PromptBatch, SequenceBatch
-from rlhf_mc.config import Rollout, Settings
+from rlhf_mc.config import Settings
 from rlhf_mc.data import Encoder, PretrainText, PromptSource, check_same_vocabulary, load_tokenizer, read_rows
 from rlhf_mc.models.heads import Sampling
 from rlhf_mc.models.hf_config import read_shape
@@ -21,12 +19,15 @@ from rlhf_mc.models.role import Role, RoleModel, build_role
 from rlhf_mc.offload import ModelState, Residency, plan_residency
 from rlhf_mc.parallel.exchange import Reshard
 from rlhf_mc.parallel.grids import RolloutGrid
-from rlhf_mc.parallel.world import World, join_world
-from rlhf_mc.pipeline.dispatch import ResponseLengths, deal, requests_for
+from rlhf_mc.parallel.job import Bridge, Job
+from rlhf_mc.parallel.world import World, join_job
+from rlhf_mc.pipeline.control import Control, ReplicaLoad
+from rlhf_mc.pipeline.dispatch import ResponseLengths
 from rlhf_mc.pipeline.engine import Engine, check_memory, check_settings, stop_token_ids
-from rlhf_mc.pipeline.generation import LocalGeneration, ReplicaLoad
+from rlhf_mc.pipeline.nccl_wire import wire_over
+from rlhf_mc.pipeline.sampler import ColocatedSampler, Sampler, SeparateSampler
 from rlhf_mc.pipeline.schedule import Costs
-from rlhf_mc.pipeline.weight_sync import plan_weight_sync, probe_sequence
+from rlhf_mc.pipeline.weight_sync import plan_sync_apart, plan_weight_sync, probe_sequence
 from rlhf_mc.rewards.pool import RewardPool
 from rlhf_mc.rollout_files import BackgroundWriter, check_replay
 from rlhf_mc.tracking import StageClock, Trace, Tracker
@@ -49,53 +50,13 @@ class Sources:
 
 
 @dataclass
-class Sampler:
-    """The engine of this rank with its place in the rollout grid.
-
-    reshard, probe: how the actor's shards become the engine's, and the sequence that proves it.  group: all ranks (gloo).
-    lengths: of earlier responses.  loads: what each replica did in the last rollout.
-    """
-
-    engine: Engine
-    grid: RolloutGrid
-    reshard: Reshard
-    probe: SequenceBatch
-    group: dist.ProcessGroup
-    steps_per_exchange: int
-    trace: Trace
-    lengths: ResponseLengths = field(default_factory=ResponseLengths)
-    loads: list[ReplicaLoad] = field(default_factory=list)
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether the engine has processes and devices of its own."""
-        return False
-
-    def start(
-        self, prompts: PromptBatch, rollout: Rollout, run_seed: int, iteration: int, version: int, greedy: bool = False
-    ) -> LocalGeneration:
-        """Deals the samples to the replicas and starts them. No collective; all ranks start alike."""
-        requests = requests_for(prompts, rollout, run_seed, iteration)
-        hands = deal(self.lengths.expected_tokens(prompts), rollout.samples_per_prompt, self.grid.num_replicas)
-        hand = hands[self.grid.replica]
-        return LocalGeneration(
-            self.engine, self.grid, self.group, requests, hand, version, self.steps_per_exchange, self.trace, greedy
-        )
-
-    def finish(self, generation: LocalGeneration) -> None:
-        """Collective over all ranks. Once all is done: the engine's memory is the trainer's."""
-        self.loads = generation.replicas()
-        self.engine.sleep()
-
-
-@dataclass
 class Run:
-    """One PPO run on this rank. Only `kl`, `weight_version` and `costs` change from iteration to iteration (and what the models hold).
+    """One PPO run on this rank. What changes from iteration to iteration: the last five, and what the models hold.
 
     roles: the models by role; the reward model is absent where only functions pay, and with the reference where the run
     makes no experience: then there is no sampler, and reward_pool is empty.
     sampling: how the engine draws tokens, for the trainer's log-probs.  weight_version: updates of the actor so far.
-    costs: what making the last experience took.
+    costs: what making the last experience took.  lengths: of earlier responses.  loads: what each replica did in the last rollout.
     """
 
     settings: Settings
@@ -114,6 +75,8 @@ class Run:
     kl: KLController
     weight_version: int = 0
     costs: Costs | None = None
+    lengths: ResponseLengths = field(default_factory=ResponseLengths)
+    loads: list[ReplicaLoad] = field(default_factory=list)
 
     @property
     def actor(self) -> RoleModel:
@@ -124,6 +87,10 @@ class Run:
     def critic(self) -> RoleModel:
         """The value model."""
         return self.roles[Role.CRITIC]
+
+    def device_for_sampler(self) -> AbstractContextManager[None]:
+        """Inside, an engine that shares this rank's device has it for itself."""
+        return self.residency.nobody_on_device() if self.sampler.shares_devices else nullcontext()
 
 
 def read_sources(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Sources:
@@ -200,16 +167,20 @@ def _build_roles(settings: Settings, world: World, tracker: Tracker, trace: Trac
 
 
 def _build_sampler(
-    settings: Settings, actor: RoleModel, grid: RolloutGrid, sources: Sources, stops: list[int], tracker: Tracker, trace: Trace
+    settings: Settings, actor: RoleModel, bridge: Bridge | None, sources: Sources, stops: list[int], trace: Trace
 ) -> Sampler:
-    """Collective over all ranks. The engine, started, and the way of the weights to it."""
-    tracker.say("engine: starting vLLM")
-    longest = settings.data.max_prompt_tokens
-    engine = Engine(settings.actor.path, settings.rollout, settings.trainer.dtype, grid, settings.trainer.seed, longest, stops)
-    reshard = plan_weight_sync(actor, grid)
-    tracker.say(f"weight sync: {reshard.plan.explanation()}")
+    """Collective over all ranks of the job. The engines, started here or on the other side of the bridge, and the way of the weights to them."""
+    world, rollout, longest = actor.world, settings.rollout, settings.data.max_prompt_tokens
+    steps = settings.pipeline.steps_per_exchange
     probe = probe_sequence(sources.prompts.batch(0).prompt(0), actor.shape.vocab, longest)
-    return Sampler(engine, grid, reshard, probe, actor.world.everyone, settings.pipeline.steps_per_exchange, trace)
+    if bridge is not None:
+        grid = RolloutGrid.apart(rollout.engine_ranks, 0, rollout.tensor_parallel)
+        plan = plan_sync_apart(actor.shape, world.grid, grid, actor.dtype.itemsize)
+        reshard = Reshard(plan, wire_over(bridge, world.device), world.device, actor.dtype)
+        return SeparateSampler(Control(bridge), grid, reshard, world, probe, steps)
+    grid = RolloutGrid(world.grid, rollout.tensor_parallel)
+    engine = Engine(settings.actor.path, rollout, settings.trainer.dtype, grid, settings.trainer.seed, longest, stops)
+    return ColocatedSampler(engine, grid, plan_weight_sync(actor, grid), world, probe, steps, trace)
 
 
 def _say_mode(settings: Settings, tracker: Tracker) -> None:
@@ -221,8 +192,8 @@ def _say_mode(settings: Settings, tracker: Tracker) -> None:
 
 
 @contextmanager
-def start_ppo(settings: Settings) -> Iterator[Run]:
-    """Collective over all ranks, once models, data and reward functions were checked.
+def start_ppo(settings: Settings, job: Job) -> Iterator[Run]:
+    """Collective over all ranks of the job, of which this is one that trains, once models, data and reward functions were checked.
 
     The run, closed at the end: trace, engine, trackers, reward workers, the writer of dumps. A run that fails leaves its trace.
     """
@@ -237,19 +208,20 @@ def start_ppo(settings: Settings) -> Iterator[Run]:
     with ExitStack() as stack:
         functions = reward.functions if trainer.generates else []
         pool = stack.enter_context(RewardPool(functions, reward.num_workers, reward.timeout_seconds, reward.max_error_rate, trace))
-        world = join_world(settings)
-        grid = RolloutGrid(world.grid, rollout.tensor_parallel) if trainer.generates else None
-        if grid is not None:
-            check_memory(rollout, grid)
+        world, bridge = join_job(settings, job)
+        if trainer.generates and bridge is None:
+            check_memory(rollout, RolloutGrid(world.grid, rollout.tensor_parallel))
         tracker = stack.enter_context(Tracker(settings, world.rank, trainer.iterations))
         _say_mode(settings, tracker)
         sources.report(tracker)
-        tracker.say(f"{world.size} ranks on {world.device.type}, {trainer.dtype}; {kernels_in_use(world.device)}")
+        engines = f" and {job.num_engines} for engines" if job.num_engines else ""
+        tracker.say(f"{world.size} ranks{engines} on {world.device.type}, {trainer.dtype}; {kernels_in_use(world.device)}")
         roles, residency = _build_roles(settings, world, tracker, trace)
         sampler = None
-        if grid is not None:
-            sampler = _build_sampler(settings, roles[Role.ACTOR], grid, sources, stops, tracker, trace)
-            stack.callback(sampler.engine.close)
+        if trainer.generates:
+            tracker.say("engine: starting vLLM")
+            sampler = stack.enter_context(_build_sampler(settings, roles[Role.ACTOR], bridge, sources, stops, trace))
+            tracker.say(f"weight sync: {sampler.plan.explanation()}")
         # Closed first: after a failure, torchrun ends this rank soon, and an engine may hang.
         stack.callback(trace.write, Path(trainer.output_dir, "trace", f"rank{world.rank}.json"), world.rank)
         yield Run(

@@ -1,9 +1,7 @@
-"""Sync weights: the actor's params, from the trainer's shards into the engine of every rank, and the proof that they are there."""
+"""Sync weights: the actor's params, from the trainer's shards into the engines, and the proof that they are there."""
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mc.models.passes import score
@@ -21,23 +19,22 @@ class SyncError(RuntimeError):
 
 
 def sync_weights(run: Run) -> dict[str, float]:
-    """Collective over all ranks. Afterwards the engine holds the actor's present weights, its caches are empty, and the trainer is off.
+    """Collective over all ranks. Afterwards the engines hold the actor's present weights, their caches are empty, and the trainer
+    is off the device where it shares one with an engine.
 
-    The order matters on a GPU: weights wake first, then the trainer leaves, then the KV cache takes the memory. Checksums
+    The order matters on a shared GPU: weights wake first, then the trainer leaves, then the KV cache takes the memory. Checksums
     prove that each weight arrived, the probe that it came to the right place. Raises ReshardError or SyncError on every rank.
     """
     with run.clock.stage("sync_weights"):
-        run.sampler.engine.sleep()
-        run.sampler.engine.wake_weights()
+        run.sampler.wake_weights()
         with run.residency.on_device(Role.ACTOR, Part.PARAMS):
             run.actor.check_present("params")
-            with run.sampler.engine.weight_update(run.weight_version) as update:
-                run.sampler.reshard.run(dict(run.actor.decoder.named_parameters()), update)
+            run.sampler.sync(dict(run.actor.decoder.named_parameters()), run.weight_version)
             expected = score(run.actor, run.sampler.probe, "predicted", run.settings.actor.scoring_micro_batch)
-        with run.residency.nobody_on_device():
-            run.sampler.engine.wake_kv_cache()
+        with run.device_for_sampler():
+            run.sampler.wake_kv_cache()
         difference = prove(run, expected)
-    plan = run.sampler.reshard.plan
+    plan = run.sampler.plan
     return {
         "sync/received_bytes": float(max(plan.received)),
         "sync/bound_bytes": plan.bound,
@@ -46,20 +43,17 @@ def sync_weights(run: Run) -> dict[str, float]:
 
 
 def prove(run: Run, expected: Tensor) -> float:
-    """Collective over all ranks. The mean difference of the probe's log-probs, engine against trainer, on the rank where it is largest.
+    """Collective over all ranks. The mean difference of the probe's log-probs, against the trainer's, on the engine rank where it is largest.
 
     Raises SyncError on every rank where it exceeds the bound.
     """
-    found = run.sampler.engine.logprobs(run.sampler.probe.tokens.tolist(), version=run.weight_version)
-    differences = torch.zeros(run.world.size)
-    differences[run.world.rank] = (found - expected).abs().mean()
-    if run.world.size > 1:
-        dist.all_reduce(differences, group=run.world.everyone)
+    found = run.sampler.logprobs(run.sampler.probe.tokens.tolist(), run.weight_version)
+    differences = (found - expected).abs().mean(dim=1)
     worst, bound = float(differences.max()), PROBE_BOUNDS[run.settings.trainer.dtype]
     if not worst <= bound:
         raise SyncError(
-            f"weight sync {run.weight_version}: log-probs of the probe differ by {worst:.3g} on average between engine and trainer on rank "
-            f"{int(differences.argmax())}, more than the {bound:g} that rounding explains in {run.settings.trainer.dtype}; the "
+            f"weight sync {run.weight_version}: log-probs of the probe differ by {worst:.3g} on average between engine and trainer on engine "
+            f"rank {int(differences.argmax())}, more than the {bound:g} that rounding explains in {run.settings.trainer.dtype}; the "
             "engine computes with other weights, or another model: check that vLLM supports actor.path as it is"
         )
     return worst

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -128,6 +129,7 @@ def settings_for(model: str, dtype: str, output: str, overrides: list[str]) -> S
 
 def measure(model: str, dtype: str, repeats: int, overrides: list[str]) -> dict:
     """Runs the steps and prints the table; the JSON object of the last line."""
+    from rlhf_mc.parallel.job import Job
     from rlhf_mc.parallel.world import leave_world
     from rlhf_mc.stages.make_experience import make_experience
     from rlhf_mc.stages.start import start_ppo
@@ -139,7 +141,7 @@ def measure(model: str, dtype: str, repeats: int, overrides: list[str]) -> dict:
     steps, rates, products, stages = [], [], [], []
     with tempfile.TemporaryDirectory() as output:
         settings = settings_for(model, dtype, output, overrides)
-        with start_ppo(settings) as run:
+        with start_ppo(settings, Job.of(os.environ)) as run:
             run.sources = replace(run.sources, prompts=FixedPrompts(shape.vocab))
             for iteration in range(repeats + 1):
                 rates.append(gemm_rate(TORCH_DTYPES[dtype]))

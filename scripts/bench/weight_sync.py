@@ -34,6 +34,7 @@ from rlhf_mc.models.weight_layout import Shard, engine_pieces, hf_shapes, pieces
 from rlhf_mc.parallel.exchange import Reshard
 from rlhf_mc.parallel.grids import RolloutGrid, TrainingGrid
 from rlhf_mc.parallel.reshard import Piece, Shapes, plan_reshard
+from rlhf_mc.parallel.wire import GroupWire
 from rlhf_mc.pipeline.engine_weights import InPlaceWriter
 
 # name -> training TP, training PP, rollout TP
@@ -82,7 +83,7 @@ class Bench:
         self.held = [pieces_of(self.shape, Shard.of(self.shape, tensor, rank, pipeline, stage, False)) for stage, rank in places]
         wanted = [engine_pieces(self.shape, rollout, shard) for shard in grid.shards_of_model()]
         self.plan = plan_reshard(self.held, wanted, self.shapes, dtype.itemsize, BUCKET_BYTES, tensor, rollout)
-        self.reshard = Reshard(self.plan, dist.group.WORLD, torch.device("cpu"), dtype)
+        self.reshard = Reshard(self.plan, GroupWire(dist.group.WORLD), torch.device("cpu"), dtype)
         self.wanted = wanted[self.rank]
         self.params = shards(self.held[self.rank], self.shapes, dtype)
         self.engine = shards(self.wanted, self.shapes, dtype)

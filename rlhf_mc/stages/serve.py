@@ -1,0 +1,38 @@
+"""Serve: the whole life of a rank that only runs an engine (rollout.placement: separate). No megatron-core is loaded here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf_mc.config import Settings
+from rlhf_mc.data import load_tokenizer
+from rlhf_mc.models.hf_config import read_shape
+from rlhf_mc.models.precision import DTYPES
+from rlhf_mc.parallel.exchange import Reshard
+from rlhf_mc.parallel.grids import RolloutGrid, TrainingGrid
+from rlhf_mc.parallel.job import Job, choose_device, start_distributed
+from rlhf_mc.pipeline.control import Control
+from rlhf_mc.pipeline.engine import Engine, stop_token_ids
+from rlhf_mc.pipeline.nccl_wire import wire_over
+from rlhf_mc.pipeline.server import EngineServer
+from rlhf_mc.pipeline.weight_sync import plan_sync_apart
+from rlhf_mc.tracking import Trace
+
+
+def serve(settings: Settings, job: Job) -> None:
+    """Collective over all ranks of the job. Starts the engine, and obeys the trainer until it stops."""
+    actor, rollout, trainer, dtype = settings.actor.path, settings.rollout, settings.trainer, DTYPES[settings.trainer.dtype]
+    stops = stop_token_ids(actor, load_tokenizer(actor, trainer.trust_remote_code).eos_token_id)
+    device = choose_device(trainer.device, job.local_rank)
+    bridge = start_distributed(job, device)
+    grid = RolloutGrid.apart(job.num_engines, job.rank - job.num_trainers, rollout.tensor_parallel)
+    training = TrainingGrid(job.num_trainers, 0, settings.parallel.tensor, settings.parallel.pipeline)
+    plan = plan_sync_apart(read_shape(actor, "actor.path"), training, grid, dtype.itemsize)
+    reshard = Reshard(plan, wire_over(bridge, device), device, dtype)
+    engine = Engine(actor, rollout, trainer.dtype, grid, trainer.seed, settings.data.max_prompt_tokens, stops)
+    trace = Trace(trainer.trace_iterations)
+    try:
+        EngineServer(engine, grid, reshard, Control(bridge), trace).serve()
+    finally:
+        trace.write(Path(trainer.output_dir, "trace", f"rank{job.rank}.json"), job.rank)
+    engine.close()  # after an error the process ends without it: an engine whose peers are gone may hang
