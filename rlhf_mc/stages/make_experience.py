@@ -172,13 +172,20 @@ class Making:
         return assemble_experience(self._run, rollout, mixed, logprobs, references, values)
 
     def costs(self) -> Costs:
-        """Collective over all ranks. What this rollout took, the mean over the ranks, so that all plan alike."""
+        """Collective over all ranks. What this rollout took, the mean over the ranks, so that all plan alike.
+
+        A pass costs something however little it scores: as much as the probe's, which the last sync measured.
+        """
         names = ["generate", "reward", *(f"{what}/{role.value}" for what in ("score", "load") for role in self._numbers)]
-        seconds = torch.tensor([self._seconds.get(name, 0.0) for name in names], dtype=torch.float64)
-        mean = dict(zip(names, (self._run.world.sum_over_ranks(seconds) / self._run.world.size).tolist()))
+        seconds = [self._run.probe_seconds, *(self._seconds.get(name, 0.0) for name in names)]
+        total = self._run.world.sum_over_ranks(torch.tensor(seconds, dtype=torch.float64))
+        overhead, *means = (total / self._run.world.size).tolist()
+        mean = dict(zip(names, means, strict=True))
+        passes = sum(op.kind == "score" for op in self.operations) // len(self._numbers)
         return Costs(
             generate=mean["generate"],
-            score={role.value: mean[f"score/{role.value}"] for role in self._numbers},
+            score={role.value: max(0.0, mean[f"score/{role.value}"] - passes * overhead) for role in self._numbers},
+            overhead=overhead,
             load={role.value: mean[f"load/{role.value}"] for role in self._numbers},
             reward=mean["reward"],
         )

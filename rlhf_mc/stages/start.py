@@ -51,12 +51,12 @@ class Sources:
 
 @dataclass
 class Run:
-    """One PPO run on this rank. What changes from iteration to iteration: the last five, and what the models hold.
+    """One PPO run on this rank. What changes from iteration to iteration: the last six, and what the models hold.
 
     roles: the models by role; the reward model is absent where only functions pay, and with the reference where the run
     makes no experience: then there is no sampler, and reward_pool is empty.
     sampling: how the engine draws tokens, for the trainer's log-probs.  weight_version: updates of the actor so far.
-    costs: what making the last experience took.  lengths: of earlier responses.  loads: what each replica did in the last rollout.
+    probe_seconds: what the trainer's pass over the probe took.  costs: what making the last experience took.  lengths: of earlier responses.  loads: what each replica did in the last rollout.
     """
 
     settings: Settings
@@ -74,6 +74,7 @@ class Run:
     sampling: Sampling
     kl: KLController
     weight_version: int = 0
+    probe_seconds: float = 0.0
     costs: Costs | None = None
     lengths: ResponseLengths = field(default_factory=ResponseLengths)
     loads: list[ReplicaLoad] = field(default_factory=list)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from torch import Tensor
 
 from rlhf_mc.models.passes import score
@@ -30,7 +32,9 @@ def sync_weights(run: Run) -> dict[str, float]:
         with run.residency.on_device(Role.ACTOR, Part.PARAMS):
             run.actor.check_present("params")
             run.sampler.sync(dict(run.actor.decoder.named_parameters()), run.weight_version)
+            start = time.perf_counter()
             expected = score(run.actor, run.sampler.probe, "predicted", run.settings.actor.scoring_micro_batch)
+            run.probe_seconds = time.perf_counter() - start
         with run.device_for_sampler():
             run.sampler.wake_kv_cache()
         difference = prove(run, expected)

@@ -5,6 +5,8 @@
 Real engine (vLLM), real scoring (megatron-core), a random Llama on 2 data-parallel ranks, both modes in turn on the same prompts in
 the same processes. With latencies: a reward function that answers after --reward-ms, as a remote model would, and copies of a
 role's params onto the device that take --load-ms, as over a GPU's link; this host has neither. Then without them, whatever it is.
+Then, still without, with the engine apart: one rank trains, the other runs the engine, and both really work at once. It decodes
+16 of the 64 sequences at a time there, as a rollout that is larger than an engine's batch: else all would finish at the end.
 The bound is the schedule's, from the costs that the serial runs measured. Its last line is one JSON object.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -51,7 +54,7 @@ def save_model(task: Path) -> str:
     return str(directory)
 
 
-def recipe(arguments: argparse.Namespace, task: Path, latencies: bool) -> list[str]:
+def recipe(arguments: argparse.Namespace, task: Path, latencies: bool, apart: bool) -> list[str]:
     """The recipe's settings for this bench."""
     model = save_model(task)
     (task / "remote.py").write_text(REMOTE)
@@ -64,6 +67,8 @@ def recipe(arguments: argparse.Namespace, task: Path, latencies: bool) -> list[s
         "algorithm.mini_batch_sequences=64", "pipeline.chunk_by=finished",
         # Room for the params of two roles, and not for the optimizer of the critic, which nothing here would use.
         "offload.device_budget_gib=0.125", "parallel.distributed_optimizer=false",
+        *(["rollout.placement=separate", "rollout.engine_ranks=1", "rollout.max_running_sequences=16"]
+          if apart else []),
     ]  # fmt: skip
 
 
@@ -85,8 +90,10 @@ def measure(arguments: argparse.Namespace) -> None:
     """One rank's part."""
     from rlhf_mc.models.role import Role
     from rlhf_mc.offload import Part
+    from rlhf_mc.parallel.job import Job
     from rlhf_mc.pipeline.schedule import CHUNK_COUNTS, bound
-    from rlhf_mc.stages.make_experience import make_experience, resources_of
+    from rlhf_mc.stages.make_experience import make_experience, num_chunks, resources_of
+    from rlhf_mc.stages.serve import serve
     from rlhf_mc.stages.start import start_ppo
     from rlhf_mc.stages.sync_weights import sync_weights
 
@@ -94,7 +101,11 @@ def measure(arguments: argparse.Namespace) -> None:
     use_share_of_cores()
     spent: dict[str, list[float]] = {"serial": [], "pipelined": []}
     bounds = []
-    with start_ppo(settings) as run:
+    job = Job.of(os.environ, settings.rollout.engine_ranks)
+    if job.has_engine_only:
+        serve(settings, job)
+        return
+    with start_ppo(settings, job) as run:
         if arguments.latencies:
             params = run.residency.state(Role.REFERENCE).num_bytes(Part.PARAMS)
             slow_link(arguments.load_ms / 1000, params)
@@ -103,6 +114,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 run.settings = replace(settings, pipeline=replace(settings.pipeline, mode=mode))
                 sync_weights(run)
                 start = time.perf_counter()
+                chunks = num_chunks(run, run.sources.prompts.batch(iteration))
                 make_experience(run, iteration)
                 seconds = time.perf_counter() - start
                 if mode == "serial":
@@ -112,10 +124,10 @@ def measure(arguments: argparse.Namespace) -> None:
                     bounds += [bound(costs, resources_of(run), CHUNK_COUNTS[-1])] if mode == "pipelined" else []
         if run.world.rank == 0:
             medians = {mode: statistics.median(values) for mode, values in spent.items()}
-            Path(arguments.row).write_text(json.dumps(medians | {"bound": statistics.median(bounds), "costs": asdict(costs)}))
+            Path(arguments.row).write_text(json.dumps(medians | {"bound": statistics.median(bounds), "costs": asdict(costs), "chunks": chunks}))
 
 
-def launch(arguments: argparse.Namespace, latencies: bool) -> dict:
+def launch(arguments: argparse.Namespace, latencies: bool, apart: bool) -> dict:
     """One run of both modes."""
     with tempfile.TemporaryDirectory() as directory:
         task, row = Path(directory) / "task", Path(directory) / "row.json"
@@ -123,7 +135,9 @@ def launch(arguments: argparse.Namespace, latencies: bool) -> dict:
         subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}", __file__]
         options = [f"--row={row}", f"--repeats={arguments.repeats}", f"--load-ms={arguments.load_ms}", *["--latencies"] * latencies]
-        subprocess.run([*command, *options, "--settings", *recipe(arguments, task, latencies)], check=True, stdout=subprocess.DEVNULL)
+        arguments_of_ranks = [*options, "--settings", *recipe(arguments, task, latencies, apart)]
+        threads = {**os.environ, "OMP_NUM_THREADS": str(max(1, os.cpu_count() // NUM_RANKS))}  # each its share, as scripts/launch.sh
+        subprocess.run([*command, *arguments_of_ranks], check=True, stdout=subprocess.DEVNULL, env=threads)
         return json.loads(row.read_text())
 
 
@@ -134,6 +148,7 @@ def main() -> None:
     parser.add_argument("--reward-ms", type=float, default=40)
     parser.add_argument("--load-ms", type=float, default=150)
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--engines", nargs="+", default=["colocated", "apart"], choices=["colocated", "apart"])
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--latencies", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--settings", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -142,17 +157,21 @@ def main() -> None:
     if arguments.row:
         measure(arguments)
         return
-    print(f"{'latencies':>10}{'serial s':>10}{'pipelined s':>13}{'bound s':>9}{'speed-up':>10}{'its bound':>11}{'ratio':>7}")
+    print(f"{'engine':>10}{'latencies':>10}{'serial s':>10}{'pipelined s':>13}{'bound s':>9}{'speed-up':>10}{'its bound':>11}{'ratio':>7}")
     rows = {}
-    for name, latencies in (("declared", True), ("none", False)):
-        row = rows[name] = launch(arguments, latencies)
+    for engine, latencies in (("colocated", True), ("colocated", False), ("apart", False)):
+        if engine not in arguments.engines:
+            continue
+        row = launch(arguments, latencies, engine == "apart")
+        rows[engine, latencies] = row
         speedup, limit = row["serial"] / row["pipelined"], row["serial"] / row["bound"]
         print(
-            f"{name:>10}{row['serial']:10.3f}{row['pipelined']:13.3f}{row['bound']:9.3f}{speedup:10.2f}{limit:11.2f}{speedup / limit:7.2f}",
+            f"{engine:>10}{'declared' if latencies else 'none':>10}{row['serial']:10.3f}{row['pipelined']:13.3f}{row['bound']:9.3f}"
+            f"{speedup:10.2f}{limit:11.2f}{speedup / limit:7.2f}  {row['chunks']} chunks",
             flush=True,
         )
-    print("costs of a serial run, seconds:", json.dumps(rows["declared"]["costs"]))
-    row = rows["declared"]
+    row = next(iter(rows.values()))
+    print("costs of a serial run, seconds:", json.dumps(row["costs"]))
     measured, limit = row["serial"] / row["pipelined"], row["serial"] / row["bound"]
     print(json.dumps(dict(name="pipeline", measured=measured, limit=limit, ratio=measured / limit, unit="speed-up over serial")))
 
