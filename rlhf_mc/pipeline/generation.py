@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rlhf_mc.tracking import Trace
 
 T = TypeVar("T")
+_REPLICAS_SHOWN = 8
 _LONGEST_WAIT_SECONDS = 60.0  # well within the time-out of the collective in which the other ranks wait
 
 
@@ -34,11 +35,11 @@ class Generation(Protocol):
     def done(self) -> bool:
         """Whether all samples have come back."""
 
-    def advance(self, wait: bool = True) -> dict[int, Completion]:
+    def advance(self) -> dict[int, Completion]:
         """Collective over all ranks that train. The samples that finished since the last call.
 
         An engine in the ranks' own processes works for a while. Another works by itself: where nothing has finished,
-        the call returns at once, or waits a minute at most if told to.
+        the call waits, a minute at most.
         """
 
     def replicas(self) -> list[ReplicaLoad]:
@@ -98,16 +99,28 @@ class Decoding:
 
 
 def load_metrics(loads: Sequence[ReplicaLoad]) -> dict[str, float]:
-    """rollout/...: what people look at to see whether replicas are balanced, and how long the last one kept the others waiting."""
-    busy = [load.busy for load in loads]
-    return {
-        "rollout/tokens_per_second": sum(load.tokens for load in loads) / max(busy),
-        "rollout/tokens_per_second/slowest_replica": min(load.tokens / load.busy for load in loads),
-        "rollout/sequences_running": sum(load.running for load in loads) / len(loads),
-        "rollout/longest_response": float(max(load.longest for load in loads)),
-        "rollout/idle_seconds": max(load.idle for load in loads),
+    """rollout/...: whether replicas are balanced, and how long the last one kept the others waiting.
+
+    A replica that got no sample counts nowhere. With few replicas, each has its own numbers too.
+    """
+    worked = [load for load in loads if load.busy > 0]
+    if not worked:
+        return {}
+    busy = [load.busy for load in worked]
+    metrics = {
+        "rollout/tokens_per_second": sum(load.tokens for load in worked) / max(busy),
+        "rollout/tokens_per_second/slowest_replica": min(load.tokens / load.busy for load in worked),
+        "rollout/sequences_running": sum(load.running for load in worked) / len(worked),
+        "rollout/longest_response": float(max(load.longest for load in worked)),
+        "rollout/idle_seconds": max(load.idle for load in worked),
         "rollout/slowest_replica_share": max(busy) / (sum(busy) / len(busy)),
     }
+    if 1 < len(loads) <= _REPLICAS_SHOWN:
+        for replica, load in enumerate(loads):
+            rate = load.tokens / load.busy if load.busy > 0 else 0.0
+            numbers = {"tokens_per_second": rate, "running": load.running, "longest": float(load.longest), "idle_seconds": load.idle}
+            metrics |= {f"rollout/replica_{replica}/{name}": number for name, number in numbers.items()}
+    return metrics
 
 
 class LocalGeneration:
@@ -140,11 +153,8 @@ class LocalGeneration:
         """Whether all samples of all replicas have come back."""
         return self._left == 0
 
-    def advance(self, wait: bool = True) -> dict[int, Completion]:
-        """Collective over all ranks: so many engine steps, then one exchange. {} once all is done, without a collective.
-
-        Nothing finishes by waiting here, so that `wait` changes nothing.
-        """
+    def advance(self) -> dict[int, Completion]:
+        """Collective over all ranks: so many engine steps, then one exchange. {} once all is done, without a collective."""
         if self.done:
             return {}
         found = gather_completions(self._decoding.advance(self._steps), self._grid, self._group)
@@ -186,14 +196,14 @@ class RemoteGeneration:
         """Whether all samples of all replicas have come back."""
         return self._left == 0
 
-    def advance(self, wait: bool = True) -> dict[int, Completion]:
-        """Collective over all ranks that train. What has arrived; {} once all is done, without a collective.
+    def advance(self) -> dict[int, Completion]:
+        """Collective over all ranks that train. What has arrived since, waited for if nothing has; {} once all is done, without a collective.
 
         Raises BridgeError on rank 0 where an engine's rank is gone.
         """
         if self.done:
             return {}
-        found = self._told(self._arrived(wait) if self._hears else {})
+        found = self._told(self._arrived(_LONGEST_WAIT_SECONDS) if self._hears else {})
         self._left -= len(found)
         if self.done and self._hears:
             self._finish()
@@ -224,11 +234,11 @@ class RemoteGeneration:
         """Takes the last answers too: those that come after are for another command."""
         for listener in self._listeners:
             listener.join()
-        self._arrived(wait=False)
+        self._arrived(0.0)
 
-    def _arrived(self, wait: bool) -> dict[int, Completion]:
+    def _arrived(self, seconds: float) -> dict[int, Completion]:
+        """What has arrived; waits so long for the first of it."""
         found: dict[int, Completion] = {}
-        seconds = _LONGEST_WAIT_SECONDS if wait else 0.0
         while True:
             try:
                 answer = self._answers.get(timeout=seconds)

@@ -24,7 +24,10 @@ class EngineServer:
         self._engine, self._grid, self._reshard, self._control, self._trace = engine, grid, reshard, control, trace
 
     def serve(self) -> None:
-        """Says that the engine is ready, then obeys until the command to stop. An error ends it: half an obeyed command leaves nothing to go on with."""
+        """Says that the engine is ready, then obeys until the command to stop.
+
+        An error ends it: half an obeyed command leaves nothing to go on with.
+        """
         self._answer(Ready()).wait()
         while not isinstance(command := self._control.receive(COMMANDER), Stop):
             self._obey(command)

@@ -56,7 +56,8 @@ class Run:
     roles: the models by role; the reward model is absent where only functions pay, and with the reference where the run
     makes no experience: then there is no sampler, and reward_pool is empty.
     sampling: how the engine draws tokens, for the trainer's log-probs.  weight_version: updates of the actor so far.
-    probe_seconds: what the trainer's pass over the probe took.  costs: what making the last experience took.  lengths: of earlier responses.  loads: what each replica did in the last rollout.
+    probe_seconds: what the trainer's pass over the probe took.  costs: what making the last experience took.
+    lengths: of earlier responses.  loads: what each replica did in the last rollout.
     """
 
     settings: Settings

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from end_to_end.job import Job, start

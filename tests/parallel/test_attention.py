@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rlhf_mc.parallel.attention import KernelGroup, PackedAttention, _Pad, _Unpad, group_by_length, pack_sequences
+from rlhf_mc.parallel.attention import PackedAttention, group_by_length, pack_sequences
 
 HEADS, KV_HEADS, HEAD_DIM, POSITIONS = 4, 2, 6, 64
 
