@@ -5,6 +5,7 @@
 Each layout runs on as many ranks as share one copy of the model, with real collectives (gloo on CPU). In turn, in one process:
   ours        the product's reshard: packs, exchanges bucket by bucket, writes each block into the engine's weights in place
   unproven    the same without the two checksums of every block
+  exchange    unproven, and without the slices that each rank holds itself: what travels, from the trainer's weights into the engine's
   flat        one all-to-all of exactly those bytes, from and to memory that exists already, nothing else
   own         one flat copy of what the rank's rollout shard has from its own training shard; the limit is flat + own
   full gather the way of others: all-gather of every tensor over the model group, each by itself, then the rank takes its slice
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -84,6 +86,8 @@ class Bench:
         wanted = [engine_pieces(self.shape, rollout, shard) for shard in grid.shards_of_model()]
         self.plan = plan_reshard(self.held, wanted, self.shapes, dtype.itemsize, BUCKET_BYTES, tensor, rollout)
         self.reshard = Reshard(self.plan, GroupWire(dist.group.WORLD), torch.device("cpu"), dtype)
+        travelling = tuple(tuple(block for block in bucket if not block.is_local) for bucket in self.plan.buckets)
+        self.traveller = Reshard(replace(self.plan, buckets=travelling), GroupWire(dist.group.WORLD), torch.device("cpu"), dtype)
         self.wanted = wanted[self.rank]
         self.params = shards(self.held[self.rank], self.shapes, dtype)
         self.engine = shards(self.wanted, self.shapes, dtype)
@@ -133,6 +137,10 @@ class Bench:
         """Without checksums."""
         self.reshard.run(self.params, self.writer, prove=False)
 
+    def exchange(self) -> None:
+        """What travels, alone."""
+        self.traveller.run(self.params, self.writer, prove=False)
+
     def full_gather(self) -> None:
         """Every tensor whole on every rank, one collective each; then the slice."""
         for name, dims in self.shapes.items():
@@ -163,7 +171,7 @@ def measure(arguments: argparse.Namespace) -> None:
     rows = []
     for name in arguments.layouts:
         bench = Bench(name, DTYPES[arguments.dtype], arguments.parameters_m)
-        ways = {"full_gather": bench.full_gather, "unproven": bench.unproven, "ours": bench.ours, "flat": bench.flat, "own": bench.own}
+        ways = {"full_gather": bench.full_gather, "exchange": bench.exchange, "unproven": bench.unproven, "ours": bench.ours, "flat": bench.flat, "own": bench.own}
         for work in ways.values():
             work()
         bench.ours()
@@ -208,13 +216,14 @@ def main() -> None:
         layouts = [name for name in arguments.layouts if prod(LAYOUTS[name][:2]) == num_ranks]
         rows += launch(arguments, num_ranks, layouts) if layouts else []
     print(f"model {rows[0]['model'] / 2**20:,.0f} MiB, {arguments.dtype}; medians of {arguments.repeats}, seconds")
-    print(f"{'layout':14}{'received MiB':>14}{'/ minimum':>11}{'ours':>9}{'unproven':>10}{'flat':>9}{'own':>9}{'rate':>7}{'full gather':>13}")
+    print(f"{'layout':14}{'received MiB':>14}{'/ minimum':>11}{'ours':>9}{'unproven':>10}{'exchange':>10}{'flat':>9}{'own':>9}{'rate':>7}{'of flat':>9}{'full gather':>13}")
     for row in rows:
         row["bytes_ratio"] = row["received"] / row["bound"] if row["bound"] else 1.0 + row["received"] / row["model"]
         row["rate"] = (row["flat"] + row["own"]) / row["unproven"]
         print(
             f"{row['layout']:14}{row['received'] / 2**20:14,.1f}{row['bytes_ratio']:11.3f}{row['ours']:9.3f}{row['unproven']:10.3f}"
-            f"{row['flat']:9.3f}{row['own']:9.3f}{row['rate']:7.2f}{row['full_gather']:13.3f}"
+            f"{row['exchange']:10.3f}{row['flat']:9.3f}{row['own']:9.3f}{row['rate']:7.2f}{row['flat'] / row['exchange']:9.2f}"
+            f"{row['full_gather']:13.3f}"
         )
     worst = min(rows, key=lambda row: row["rate"])
     result = dict(name="weight_sync", measured=worst["unproven"], limit=worst["flat"] + worst["own"], ratio=worst["rate"], unit="s")
