@@ -77,17 +77,14 @@ class Sampler(Protocol):
 
 
 @dataclass(frozen=True)
-class ColocatedSampler:
-    """The engine in this rank's process, with its place in the rollout grid. steps: of the engine between two exchanges."""
+class _Engines:
+    """What both placements have. grid: the engines' ranks.  steps: of an engine between two exchanges."""
 
-    engine: Engine
     grid: RolloutGrid
     reshard: Reshard
     world: World
     probe: SequenceBatch
     steps: int
-    trace: Trace
-    shares_devices: bool = True
 
     @property
     def num_replicas(self) -> int:
@@ -96,6 +93,15 @@ class ColocatedSampler:
     @property
     def plan(self) -> ReshardPlan:
         return self.reshard.plan
+
+
+@dataclass(frozen=True)
+class ColocatedSampler(_Engines):
+    """The engine in this rank's process, with its place in the rollout grid."""
+
+    engine: Engine
+    trace: Trace
+    shares_devices: bool = True
 
     def wake_weights(self) -> None:
         self.engine.sleep()
@@ -129,24 +135,11 @@ class ColocatedSampler:
 
 
 @dataclass(frozen=True)
-class SeparateSampler:
-    """Engines on the last ranks of the job, commanded by rank 0. grid: the engines' ranks, numbered from 0.  steps: see ColocatedSampler."""
+class SeparateSampler(_Engines):
+    """Engines on the last ranks of the job, commanded by rank 0. The grid numbers them from 0."""
 
     control: Control
-    grid: RolloutGrid
-    reshard: Reshard
-    world: World
-    probe: SequenceBatch
-    steps: int
     shares_devices: bool = False
-
-    @property
-    def num_replicas(self) -> int:
-        return self.grid.num_replicas
-
-    @property
-    def plan(self) -> ReshardPlan:
-        return self.reshard.plan
 
     def wake_weights(self) -> None:
         """Nothing: new weights are written over the old ones."""

@@ -179,10 +179,10 @@ def _build_sampler(
         grid = RolloutGrid.apart(rollout.engine_ranks, 0, rollout.tensor_parallel)
         plan = plan_sync_apart(actor.shape, world.grid, grid, actor.dtype.itemsize)
         reshard = Reshard(plan, wire_over(bridge, world.device), world.device, actor.dtype)
-        return SeparateSampler(Control(bridge), grid, reshard, world, probe, steps)
+        return SeparateSampler(grid, reshard, world, probe, steps, Control(bridge))
     grid = RolloutGrid(world.grid, rollout.tensor_parallel)
     engine = Engine(settings.actor.path, rollout, settings.trainer.dtype, grid, settings.trainer.seed, longest, stops)
-    return ColocatedSampler(engine, grid, plan_weight_sync(actor, grid), world, probe, steps, trace)
+    return ColocatedSampler(grid, plan_weight_sync(actor, grid), world, probe, steps, engine, trace)
 
 
 def _say_mode(settings: Settings, tracker: Tracker) -> None:
