@@ -8,6 +8,7 @@ ranks that take part.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -139,27 +140,31 @@ class Reshard:
 
     def _packed_receives(self, incoming: Sequence[tuple[Block, Tensor]], transfer: _Transfer) -> list[Message]:
         """One message from each rank with all that does not travel by itself."""
+        places: dict[int, list[tuple[Block, Tensor]]] = defaultdict(list)
+        for block, place in incoming:
+            if not self._is_direct(block):
+                places[block.source].append((block, place))
         messages = []
-        for peer in range(self.plan.num_ranks):
-            blocks = [(block, place) for block, place in incoming if block.source == peer and not self._is_direct(block)]
-            if blocks:
-                message = self._message([block for block, _ in blocks])
-                parts = _parts(message, [block for block, _ in blocks])
-                transfer.unpack += [(place, part) for (_, place), part in zip(blocks, parts)]
-                messages.append(Message(message, peer))
+        for peer, blocks in sorted(places.items()):
+            message = self._message([block for block, _ in blocks])
+            parts = _parts(message, [block for block, _ in blocks])
+            transfer.unpack += [(place, part) for (_, place), part in zip(blocks, parts)]
+            messages.append(Message(message, peer))
         return messages
 
     def _packed_sends(self, share: _Share, params: Mapping[str, Tensor], transfer: _Transfer) -> list[Message]:
         """The same to each rank, filled."""
+        by_peer: dict[int, list[Block]] = defaultdict(list)
+        for block in share.sends:
+            if not self._is_direct(block):
+                by_peer[block.target].append(block)
         messages = []
-        for peer in range(self.plan.num_ranks):
-            blocks = [block for block in share.sends if block.target == peer and not self._is_direct(block)]
-            if blocks:
-                message = self._message(blocks)
-                for block, part in zip(blocks, _parts(message, blocks)):
-                    part.copy_(_lying_in(params, block))
-                transfer.alive.append(message)
-                messages.append(Message(message, peer))
+        for peer, blocks in sorted(by_peer.items()):
+            message = self._message(blocks)
+            for block, part in zip(blocks, _parts(message, blocks)):
+                part.copy_(_lying_in(params, block))
+            transfer.alive.append(message)
+            messages.append(Message(message, peer))
         return messages
 
     def _complete(self, share: _Share, transfer: _Transfer, params: Mapping[str, Tensor]) -> None:
