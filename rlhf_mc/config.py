@@ -382,6 +382,42 @@ class Supervised:
 
 
 @_settings_record
+class Medusa:
+    """Draft heads on the actor (arXiv:2401.10774): trained beside it, used by the engine to guess several tokens ahead.
+
+    docs/medusa.md says how they are trained, and when they pay. In SFT, `joint_weight` null trains the heads alone.
+    """
+
+    enabled: bool = False  #: draft heads on the actor, and in the engine
+    path: str | None = None  #: directory of trained heads; null: new ones, which guess nothing useful at first
+    num_heads: int = 3  #: heads; the k-th guesses the token k + 1 places ahead
+    num_layers: int = 1  #: residual blocks of each head
+    shared_output: bool = True  #: all heads use the actor's output layer; false: one each
+    drafted_tokens: int | None = None  #: tokens drafted a step; null: chosen from measurements, 0: none
+    train: bool = True  #: train the heads on each rollout of PPO; false: they stay as they are
+    steps: int = 2  #: optimizer steps of the heads in an iteration of PPO
+    step_tokens: int = 4096  #: response tokens of one such step, at most
+    loss_decay: float = 0.8  #: the loss of head k weighs this to the power k - 1
+    joint_weight: float | None = None  #: sft: weight of their loss beside the model's; null: heads alone train
+    optim: Optim = Optim(lr=1e-3)
+
+    def check(self, key: str) -> None:
+        _check(self.num_heads >= 1, f"{key}.num_heads: {self.num_heads} is not positive; to run without heads set {key}.enabled=false")
+        _check(self.num_layers >= 1, f"{key}.num_layers: {self.num_layers} is not positive")
+        drafted = self.drafted_tokens
+        _check(
+            drafted is None or 0 <= drafted <= self.num_heads,
+            f"{key}.drafted_tokens: {drafted} must lie between 0 and {key}.num_heads = {self.num_heads}; null lets the run choose",
+        )
+        _check(self.steps >= 1, f"{key}.steps: {self.steps} is not positive; to leave the heads as they are set {key}.train=false")
+        _check(self.step_tokens >= 1, f"{key}.step_tokens: {self.step_tokens} is not positive")
+        _check(0 < self.loss_decay <= 1, f"{key}.loss_decay: {self.loss_decay} must lie in (0, 1]")
+        weight = self.joint_weight
+        _check(weight is None or weight > 0, f"{key}.joint_weight: {weight} is not positive; null trains the heads alone")
+        self.optim.check(f"{key}.optim")
+
+
+@_settings_record
 class Offload:
     """Time-sharing of the device. `enabled` false keeps every role on the device (it must fit)."""
 
@@ -461,6 +497,7 @@ class Settings:
     rollout: Rollout = field(default_factory=Rollout)
     pipeline: Pipeline = field(default_factory=Pipeline)
     algorithm: Algorithm = field(default_factory=Algorithm)
+    medusa: Medusa = field(default_factory=Medusa)
     offload: Offload = field(default_factory=Offload)
     wandb: Wandb = field(default_factory=Wandb)
 

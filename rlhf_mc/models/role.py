@@ -33,27 +33,70 @@ class Role(str, Enum):
     CRITIC = "critic"
     REFERENCE = "reference"
     REWARD = "reward_model"
+    MEDUSA = "medusa"
 
 
-@dataclass
-class RoleModel:
-    """One role on this rank. Frozen roles have neither `ddp` nor `optimizer`.
+@dataclass(kw_only=True)
+class Resident:
+    """What takes turns on the device: the weights of one role on this rank, and what trains them. Frozen: neither `ddp` nor `optimizer`.
 
-    source: the Hugging Face directory it came from.
     version: how often the weights were changed.  accumulating: gradients were added up, and no update has used them yet.
     """
 
     role: Role
-    head: Head
-    source: str
-    shape: ModelShape
     world: World
-    decoder: Decoder
-    table: RotaryTable
     ddp: DistributedDataParallel | None = None
     optimizer: MegatronOptimizer | None = None
     version: int = 0
     accumulating: bool = False
+
+    def weights(self) -> Iterator[Tensor]:
+        """All that a forward pass reads."""
+        raise NotImplementedError
+
+    def check_present(self, *kinds: Literal["params", "gradients", "optimizer"]) -> None:
+        """Raises RuntimeError where memory of these kinds was freed by offload: reading it would crash the process.
+
+        optimizer: main params and moments.
+        """
+        for kind in kinds:
+            if any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in self._tensors(kind)):
+                raise RuntimeError(
+                    f"{self.role.value}: not on the device: {kind}; "
+                    f"do this inside `with residency.on_device(Role.{self.role.name}, ...)`, and ask there for all parts that it needs"
+                )
+
+    def _tensors(self, kind: str) -> Iterator[Tensor]:
+        if kind == "params":
+            yield from self.weights()
+        elif kind == "gradients":
+            yield from (buffer.grad_data for buffer in self.ddp.buffers)
+        else:
+            for optimizer in torch_optimizers(self.optimizer):
+                for group in optimizer.param_groups:
+                    yield from group["params"]
+                for state in optimizer.state.values():
+                    yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+@dataclass(kw_only=True)
+class RoleModel(Resident):
+    """One of the four models (or the one of supervised training) on this rank.
+
+    source: the Hugging Face directory it came from.
+    """
+
+    head: Head
+    source: str
+    shape: ModelShape
+    decoder: Decoder
+    table: RotaryTable
+
+    def weights(self) -> Iterator[Tensor]:
+        """Parameters, buffers, and the rotary table."""
+        yield from self.decoder.parameters()
+        yield from self.decoder.buffers()
+        yield from (self.table.cos, self.table.sin)
 
     @property
     def module(self) -> DistributedDataParallel | Decoder:
@@ -70,30 +113,6 @@ class RoleModel:
         if self.head == "value":
             return token_values(self.decoder, hidden, packed)
         return token_logprobs(self.decoder, self.shape, hidden, packed, sampling)
-
-    def check_present(self, *kinds: Literal["params", "gradients", "optimizer"]) -> None:
-        """Raises RuntimeError where memory of these kinds was freed by offload: reading it would crash the process.
-
-        optimizer: main params and moments.
-        """
-        for kind in kinds:
-            if any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in self._tensors(kind)):
-                raise RuntimeError(
-                    f"{self.role.value}: not on the device: {kind}; "
-                    f"do this inside `with residency.on_device(Role.{self.role.name}, ...)`, and ask there for all parts that it needs"
-                )
-
-    def _tensors(self, kind: str) -> Iterator[Tensor]:
-        if kind == "params":
-            yield from self.decoder.parameters()
-        elif kind == "gradients":
-            yield from (buffer.grad_data for buffer in self.ddp.buffers)
-        else:
-            for optimizer in torch_optimizers(self.optimizer):
-                for group in optimizer.param_groups:
-                    yield from group["params"]
-                for state in optimizer.state.values():
-                    yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def export(self):
         """Collective over the model group: every rank must take every item. (Hugging Face name, whole tensor)."""
@@ -119,7 +138,8 @@ def build_role(role: Role, head: Head, path: str, settings: Settings, world: Wor
     shard = Shard.of(shape, world.grid.tensor, world.grid.tensor_rank, world.grid.pipeline, world.grid.stage, is_value)
     load_hf_weights(decoder, shape, shard, path, key)
     longest = settings.longest_sequence
-    model = RoleModel(role, head, path, shape, world, decoder, rotary_table(shape, longest, world.device, key))
+    table = rotary_table(shape, longest, world.device, key)
+    model = RoleModel(role=role, head=head, source=path, shape=shape, world=world, decoder=decoder, table=table)
     if optim is None:
         decoder.requires_grad_(False)
     else:

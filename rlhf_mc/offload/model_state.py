@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_mc.models.optimizer import megatron_parts, torch_optimizers
-from rlhf_mc.models.role import Role, RoleModel
+from rlhf_mc.models.role import Resident, Role
 from rlhf_mc.offload.arena import Arena, adopt, pack, storage_key
 from rlhf_mc.offload.layout import CHUNK_BYTES
 from rlhf_mc.offload.minimum import RoleBytes
@@ -24,13 +24,13 @@ class ModelState:
     weights: the model's, listed once: to walk through its modules at every visit would take longer than a copy of some MiB.
     """
 
-    model: RoleModel
+    model: Resident
     arenas: dict[Part, tuple[Arena, ...]]
     derived: frozenset[int]
     weights: tuple[Tensor, ...]
 
     @staticmethod
-    def of(model: RoleModel, chunk_bytes: int = CHUNK_BYTES) -> ModelState:
+    def of(model: Resident, chunk_bytes: int = CHUNK_BYTES) -> ModelState:
         """Flattens the role's state, once, with all of it on the device. megatron's own buffers stay as they are.
 
         What megatron allocated tensor by tensor (params of a frozen role or under the plain optimizer, main params, moments)
@@ -39,7 +39,7 @@ class ModelState:
         """
         buffers = adopt(_param_buffers(model))
         held = {arena.key for arena in buffers}
-        every_weight = tuple(_weights(model))
+        every_weight = tuple(model.weights())
         weights = _owners(t for t in every_weight if storage_key(t) not in held)
         multiple = model.world.grid.data
         params = buffers + pack([t for t in weights if _has_main_param(t)], chunk_bytes, multiple=multiple)
@@ -124,37 +124,30 @@ def _owners(tensors: Iterator[Tensor]) -> list[Tensor]:
     return distinct
 
 
-def _ddp_buffers(model: RoleModel) -> list:
+def _ddp_buffers(model: Resident) -> list:
     return [] if model.ddp is None else [*model.ddp.buffers, *model.ddp.expert_parallel_buffers]
 
 
-def _param_buffers(model: RoleModel) -> list[Tensor]:
+def _param_buffers(model: Resident) -> list[Tensor]:
     return [buffer.param_data for buffer in _ddp_buffers(model) if buffer.param_data is not None]
-
-
-def _weights(model: RoleModel) -> Iterator[Tensor]:
-    """Parameters, buffers, and the rotary table."""
-    yield from model.decoder.parameters()
-    yield from model.decoder.buffers()
-    yield from (model.table.cos, model.table.sin)
 
 
 def _has_main_param(weight: Tensor) -> bool:
     return hasattr(weight, "main_param")
 
 
-def _optimizers(model: RoleModel) -> list[torch.optim.Optimizer]:
+def _optimizers(model: Resident) -> list[torch.optim.Optimizer]:
     return [] if model.optimizer is None else torch_optimizers(model.optimizer)
 
 
-def _stepped_params(model: RoleModel) -> Iterator[Tensor]:
+def _stepped_params(model: Resident) -> Iterator[Tensor]:
     """What the optimizer steps: fp32 main params, or the (shards of the) params themselves where these are fp32."""
     for optimizer in _optimizers(model):
         for group in optimizer.param_groups:
             yield from group["params"]
 
 
-def _moments(model: RoleModel) -> Iterator[Tensor]:
+def _moments(model: Resident) -> Iterator[Tensor]:
     for optimizer in _optimizers(model):
         for state in optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))

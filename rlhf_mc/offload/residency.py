@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from rlhf_mc.models.role import Role, RoleModel
+from rlhf_mc.models.role import Resident, Role
 from rlhf_mc.offload.holding import Holding
 from rlhf_mc.offload.layout import CHUNK_BYTES
 from rlhf_mc.offload.ledger import Ledger
@@ -88,7 +88,7 @@ class Residency:
         self.ledger.add_role(state.role, state.role_bytes().shared(self._shared_by.size() if self._shared_by else 1))
 
     @contextmanager
-    def on_device(self, role: Role, parts: Part, following: Visit | None = None) -> Iterator[RoleModel]:
+    def on_device(self, role: Role, parts: Part, following: Visit | None = None) -> Iterator[Resident]:
         """Inside, the device holds `parts` of `role`, and what is prefetched for the next visit. Gives the role's model.
 
         following: the next visit, where the caller knows better than the schedule.
@@ -189,7 +189,7 @@ class Residency:
     def _error(self, message: str) -> ResidencyError:
         return ResidencyError(f"{message}\n{self.table()}")
 
-    def _check_request(self, role: Role, parts: Part) -> RoleModel:
+    def _check_request(self, role: Role, parts: Part) -> Resident:
         asked = f"on_device({role.value}, {parts.label})"
         if self._claimed is not None:
             raise self._error(f"{asked}: {self._claimed.value} is in use; leave its `with` block first")
