@@ -126,8 +126,8 @@ class ReshardPlan:
                 "stages', and vLLM has no pipeline here to keep layers apart"
             )
         return (
-            f"{line}; {_mib(self.excess)} more, in weights that the split leaves whole or uneven (norms, the stages' embeddings, "
-            "a vocabulary that the ranks do not share evenly): they do not shrink with the number of ranks"
+            f"{line}; {_mib(self.excess)} more, in weights that the split leaves whole or uneven (norms, draft heads, the stages' "
+            "embeddings, a vocabulary that the ranks do not share evenly): they do not shrink with the number of ranks"
         )
 
 

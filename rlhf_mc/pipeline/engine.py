@@ -1,4 +1,4 @@
-"""vLLM in this rank's process: sampling, weights in, sleep. Only this file, vllm_parts.py and nccl_wire.py import vllm.
+"""vLLM in this rank's process: sampling, weights in, sleep. Only this file, vllm_*.py and nccl_wire.py import vllm.
 
 Every rank makes an Engine; the ranks of one replica then call the same methods with the same arguments, in the same
 order: each has a scheduler of its own, and they stay in step because they see the same requests. Who gets which prompt
@@ -17,7 +17,10 @@ import random
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -27,10 +30,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mc.config import ConfigError, Rollout
+from rlhf_mc.medusa.files import write_heads_config
+from rlhf_mc.medusa.shape import HeadsShape
+from rlhf_mc.medusa.shape import engine_pieces as heads_pieces
 from rlhf_mc.models.hf_config import ModelShape, read_shape
 from rlhf_mc.models.weight_layout import engine_pieces, hf_shapes
 from rlhf_mc.parallel.grids import RolloutGrid
-from rlhf_mc.parallel.reshard import Block, Piece
+from rlhf_mc.parallel.reshard import Block, Piece, Shapes
 from rlhf_mc.pipeline.dispatch import Completion, SampleRequest
 
 if TYPE_CHECKING:
@@ -80,6 +86,20 @@ class WeightUpdate:
         self._llm.collective_rpc("update_weights", kwargs={"update_info": {"blocks": blocks, "filled": True}})
 
 
+@dataclass(frozen=True)
+class Step:
+    """One step of the engine.  finished: by number.  running: requests that took part.  prefilled: some of them with their prompts.
+
+    checked: drafts of a request that the step checked (the most of any request).  accepted: of each request with drafts, how many were.
+    """
+
+    finished: dict[int, Completion]
+    running: int
+    prefilled: bool = False
+    checked: int = 0
+    accepted: Sequence[int] = ()
+
+
 class Engine:
     """One rank's part of a vLLM replica. It starts with random weights, and refuses to generate until `weight_update`."""
 
@@ -92,10 +112,11 @@ class Engine:
         seed: int,
         max_prompt_tokens: int,
         stops: Sequence[int],
+        heads: HeadsShape | None = None,
     ) -> None:
         """Collective over all ranks; torch.distributed is initialised (gloo on CPU, cpu:gloo,cuda:nccl on GPU).
 
-        stops: the token ids that end a response. On CPU, vLLM's kernels use the threads that OMP_NUM_THREADS gave this
+        stops: the token ids that end a response.  heads: the draft heads that it has, whose weights come with the others. On CPU, vLLM's kernels use the threads that OMP_NUM_THREADS gave this
         process at its start, as the trainer does; give each rank its share of the cores there.
         Settings that do not fit the model or the memory raise ConfigError, alike on every rank and before vLLM starts.
         """
@@ -104,11 +125,13 @@ class Engine:
         self._max_model_len = max_prompt_tokens + settings.max_tokens
         self._cuda = torch.cuda.is_available()
         self._shape = read_shape(model_path, "actor.path")
-        self._shard_numel = _numel(engine_pieces(self._shape, grid.tensor, grid.tensor_rank), self._shape)
+        self._heads = heads
+        self._shard_numel = self._numel_of_shard(grid)
         check_settings(self._shape, settings, dtype, max_prompt_tokens)
         check_memory(settings, grid)
         with vllm_environment(self._cuda), _rng_kept(), _torch_threads_kept():
             self._llm = self._start(model_path, dtype, grid, seed)
+        self._sampling = self._llm.collective_rpc(partial(_install_sampling, heads=heads))[0]
         self.weight_version: int | None = None
         self._kv_cache_awake = True
         self._update_unfinished = False
@@ -129,36 +152,45 @@ class Engine:
         if not self._cuda:
             _check_head_dim(self._shape.head_dim)
         ident = _agreed_ident()
-        llm = LLM(
-            model=model_path,
-            skip_tokenizer_init=True,
-            generation_config="vllm",
-            dtype={"fp32": "float32", "bf16": "bfloat16"}[dtype],
-            load_format="dummy",
-            tensor_parallel_size=grid.tensor,
-            distributed_executor_backend=executor_for(grid, ident),
-            weight_transfer_config=WeightTransferConfig(backend=BLOCKS_BACKEND),
-            enforce_eager=self._settings.enforce_eager,
-            max_model_len=self._max_model_len,
-            max_num_seqs=self._settings.max_running_sequences,
-            kv_cache_memory_bytes=int(self._settings.kv_cache_gib * _GIB),
-            block_size=_BLOCK_TOKENS,
-            enable_prefix_caching=True,
-            enable_sleep_mode=self._cuda and self._settings.placement == "colocated",
-            logprobs_mode="processed_logprobs",
-            disable_log_stats=True,
-            seed=seed,
-        )
+        with _speculation(self._heads, self._shape) as speculation:
+            llm = LLM(
+                model=model_path,
+                skip_tokenizer_init=True,
+                generation_config="vllm",
+                dtype={"fp32": "float32", "bf16": "bfloat16"}[dtype],
+                load_format="dummy",
+                tensor_parallel_size=grid.tensor,
+                distributed_executor_backend=executor_for(grid, ident),
+                weight_transfer_config=WeightTransferConfig(backend=BLOCKS_BACKEND),
+                enforce_eager=self._settings.enforce_eager,
+                max_model_len=self._max_model_len,
+                max_num_seqs=self._settings.max_running_sequences,
+                kv_cache_memory_bytes=int(self._settings.kv_cache_gib * _GIB),
+                block_size=_BLOCK_TOKENS,
+                enable_prefix_caching=True,
+                enable_sleep_mode=self._cuda and self._settings.placement == "colocated",
+                logprobs_mode="processed_logprobs",
+                disable_log_stats=True,
+                seed=seed,
+                speculative_config=speculation,
+            )
         if not self._cuda:
             _forget_shared_memory_names(ident)
         return llm
+
+    def _numel_of_shard(self, grid: RolloutGrid) -> int:
+        """Elements of all weights that an update must bring."""
+        numel = _numel(engine_pieces(self._shape, grid.tensor, grid.tensor_rank), hf_shapes(self._shape, value_head=False))
+        if self._heads is not None:
+            numel += _numel(heads_pieces(self._heads, grid.tensor, grid.tensor_rank), self._heads.tensors())
+        return numel
 
     def generate(self, requests: Sequence[SampleRequest], *, version: int, greedy: bool = False) -> list[Completion]:
         """Collective over the replica's ranks: one completion per request, in order. See `submit` for what holds of them."""
         self.submit(dict(enumerate(requests)), version=version, greedy=greedy)
         found: dict[int, Completion] = {}
         while self.num_running:
-            found |= self.step()
+            found |= self.step().finished
         return [found[position] for position in range(len(requests))]
 
     def submit(self, requests: Mapping[int, SampleRequest], *, version: int, greedy: bool = False) -> None:
@@ -179,13 +211,16 @@ class Engine:
             self._llm.llm_engine.add_request(str(number), prompt, self._sampling_params(request, greedy))
         self._running = dict.fromkeys(requests)
 
-    def step(self) -> dict[int, Completion]:
-        """Collective over the replica's ranks: one step of the engine; what finished in it, by number. {} where nothing runs.
+    def step(self, drafted: int = 0) -> Step:
+        """Collective over the replica's ranks: one step of the engine, which checks what the step before drafted.
 
+        drafted: tokens to draft for each request, for the next step to check; needs heads. All ranks of a replica give the same.
         Raises EngineError where a log-prob is not finite. After any error no request is left running.
         """
-        if not self._running:
-            return {}
+        running = len(self._running)
+        if not running:
+            return Step({}, 0)
+        self._draft(drafted)
         try:
             with _rng_kept():
                 outputs = self._llm.llm_engine.step()
@@ -195,7 +230,27 @@ class Engine:
             raise
         for number in finished:
             del self._running[number]
-        return finished
+        return self._noted(finished)
+
+    def _draft(self, count: int) -> None:
+        most = 0 if self._heads is None else self._heads.num_heads
+        if not 0 <= count <= most:
+            raise EngineError(f"{count} drafted tokens: the engine has {most} draft heads")
+        if self._sampling.proposer is not None:
+            self._sampling.proposer.num_drafted = count
+
+    def _noted(self, finished: dict[int, Completion]) -> Step:
+        """What the step did, from what vLLM's scheduler ordered."""
+        scheduled = self._llm.llm_engine.model_executor.scheduled
+        tokens, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
+        checked = {number: len(of_request) for number, of_request in drafts.items() if of_request}
+        return Step(
+            finished=finished,
+            running=len(tokens),
+            prefilled=any(count > 1 + checked.get(number, 0) for number, count in tokens.items()),
+            checked=max(checked.values(), default=0),
+            accepted=self._sampling.checker.accepted if checked else (),
+        )
 
     @property
     def num_running(self) -> int:
@@ -217,7 +272,7 @@ class Engine:
         from vllm import SamplingParams
 
         with _rng_kept():
-            parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+            parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, seed=0, detokenize=False)
             output = self._llm.generate([{"prompt_token_ids": token_ids}], parameters, use_tqdm=False)[0]
         positions = zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
         return torch.tensor([position[token].logprob for position, token in positions])
@@ -354,10 +409,27 @@ def _kv_cache_bytes(shape: ModelShape, num_tokens: int, tensor_parallel: int, dt
     return 2 * shape.num_layers * heads * shape.head_dim * num_blocks * _BLOCK_TOKENS * dtype_bytes
 
 
-def _numel(pieces: Iterable[Piece], shape: ModelShape) -> int:
-    """Elements of one engine rank's shard."""
-    shapes = hf_shapes(shape, value_head=False)
+def _numel(pieces: Iterable[Piece], shapes: Shapes) -> int:
+    """Elements of these pieces of whole tensors."""
     return sum(math.prod(shapes[p.name]) // shapes[p.name][p.dim] * p.length for p in pieces)
+
+
+def _install_sampling(worker: Any, heads: HeadsShape | None) -> Any:
+    """Runs in vLLM's worker, which is in this process."""
+    from rlhf_mc.pipeline.vllm_parts import install_sampling
+
+    return install_sampling(worker, heads)
+
+
+@contextlib.contextmanager
+def _speculation(heads: HeadsShape | None, model: ModelShape) -> Iterator[dict[str, Any] | None]:
+    """vLLM's speculative_config, whose directory holds no weights: they come with the others. It is read while the block lasts."""
+    if heads is None:
+        yield None
+        return
+    with TemporaryDirectory(prefix="rlhf_mc-heads-") as directory:
+        write_heads_config(directory, heads, model)
+        yield {"method": "medusa", "model": directory, "num_speculative_tokens": heads.num_heads}
 
 
 def _completion(output: RequestOutput) -> Completion:

@@ -5,7 +5,7 @@ Knows the shape of the engine's shard, not vLLM itself, which is in vllm_parts.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from math import prod
 from typing import Protocol
 
@@ -132,3 +132,35 @@ class ReloadWriter:
     def finish(self) -> None:
         """Closes the reload."""
         self._end()
+
+
+class TwoWriters:
+    """Two models' weights in one update: blocks of `second_names` go to the second writer, the others to the first."""
+
+    def __init__(self, first: WeightWriter, second: WeightWriter, second_names: Set[str]) -> None:
+        self.first, self._second, self._second_names = first, second, second_names
+
+    def start(self) -> None:
+        """Opens both."""
+        self.first.start()
+        self._second.start()
+
+    def places(self, blocks: Sequence[Block]) -> Sequence[Tensor]:
+        """In the order of the blocks, though each writer is asked once."""
+        shares = self._shares(blocks)
+        places = [iter(writer.places(share)) for writer, share in zip((self.first, self._second), shares, strict=True)]
+        return [next(places[block.name in self._second_names]) for block in blocks]
+
+    def filled(self, blocks: Sequence[Block]) -> None:
+        """Each hears of its own."""
+        for writer, share in zip((self.first, self._second), self._shares(blocks), strict=True):
+            writer.filled(share)
+
+    def _shares(self, blocks: Sequence[Block]) -> tuple[list[Block], list[Block]]:
+        second = [block for block in blocks if block.name in self._second_names]
+        return [block for block in blocks if block.name not in self._second_names], second
+
+    def finish(self) -> None:
+        """Closes both."""
+        self.first.finish()
+        self._second.finish()

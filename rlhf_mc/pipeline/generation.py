@@ -81,11 +81,11 @@ class Decoding:
         running = self._engine.num_running
         self._trace.counter("sequences running", running)
         with self._trace.span("step", track="engine", running=running):
-            finished = self._engine.step()
+            step = self._engine.step()
         self._running += running
         self._steps += 1
         self._last = time.perf_counter()
-        return finished
+        return step.finished
 
     def load(self) -> ReplicaLoad:
         """What the replica did up to now."""

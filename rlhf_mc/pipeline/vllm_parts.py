@@ -1,4 +1,4 @@
-"""What the engine plugs into vLLM: an executor that places this rank in the rollout grid, and a weight-transfer engine.
+"""What the engine plugs into vLLM: an executor that places this rank in the rollout grid, a weight-transfer engine, sampling with drafts.
 
 Imported by engine.py only, after the environment that vLLM reads at import was set.
 """
@@ -12,19 +12,23 @@ from functools import cached_property
 from typing import Any
 
 import vllm.distributed.parallel_state as vllm_groups
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
+from rlhf_mc.medusa.shape import HeadsShape
+from rlhf_mc.medusa.shape import engine_pieces as heads_pieces
 from rlhf_mc.models.hf_config import read_shape
 from rlhf_mc.models.weight_layout import engine_pieces, hf_shapes
 from rlhf_mc.parallel.grids import RolloutGrid
-from rlhf_mc.parallel.reshard import Block
-from rlhf_mc.pipeline.engine_weights import InPlaceWriter, ReloadWriter, WeightWriter
+from rlhf_mc.parallel.reshard import Block, Piece
+from rlhf_mc.pipeline.engine_weights import InPlaceWriter, ReloadWriter, TwoWriters, WeightWriter
+from rlhf_mc.pipeline.vllm_sampling import DraftChecker, HeadsProposer, SeededSampler
 
 BLOCKS_BACKEND = "rlhf_mc_blocks"
 
@@ -40,7 +44,13 @@ def executor_for(grid: RolloutGrid, ident: str) -> type:
     """
 
     class GridExecutor(ExecutorWithExternalLauncher):
-        """The external launcher, placed."""
+        """The external launcher, placed.  scheduled: what the scheduler ordered for the last step; None before the first."""
+
+        scheduled: SchedulerOutput | None = None
+
+        def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
+            self.scheduled = scheduler_output
+            return super().execute_model(scheduler_output, non_block)
 
         def _init_executor(self) -> None:
             method, rank, local_rank = self._distributed_args()
@@ -65,6 +75,20 @@ def executor_for(grid: RolloutGrid, ident: str) -> type:
     return GridExecutor
 
 
+class HeadsWriter(InPlaceWriter):
+    """In place, as vLLM's heads are plain modules; where output layers of their own were repacked, as on CPU, they are again."""
+
+    def __init__(self, model: nn.Module, pieces: Sequence[Piece]) -> None:
+        super().__init__(dict(model.named_parameters()), pieces)
+        self._outputs = [] if not hasattr(model, "lm_heads") else list(model.lm_heads)
+
+    def finish(self) -> None:
+        """The padding is clear, and the weights are packed anew."""
+        super().finish()
+        for output in self._outputs:
+            output.quant_method.process_weights_after_loading(output)
+
+
 @dataclass
 class BlocksUpdate(WeightTransferUpdateInfo):
     """Blocks of this process's memory: for those to come the engine puts their places into `places`, or they are `filled`."""
@@ -75,10 +99,14 @@ class BlocksUpdate(WeightTransferUpdateInfo):
 
 
 class BlocksTransferEngine(WeightTransferEngine[WeightTransferInitInfo, BlocksUpdate]):
-    """Takes blocks from the trainer in the same process: vLLM's start, update and finish, with a writer that fits the model."""
+    """Takes blocks from the trainer in the same process: vLLM's start, update and finish, with a writer that fits the model.
+
+    heads: the model that drafts, where there is one, and its shape. Its weights come in the same updates.
+    """
 
     init_info_cls = WeightTransferInitInfo
     update_info_cls = BlocksUpdate
+    heads: tuple[nn.Module, HeadsShape] | None = None
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         """Nothing: trainer and engine share a process."""
@@ -89,7 +117,16 @@ class BlocksTransferEngine(WeightTransferEngine[WeightTransferInitInfo, BlocksUp
 
     @cached_property
     def _writer(self) -> WeightWriter:
-        """Made at the first use, when the model has its final form."""
+        """Made at the first use, when the models have their final form."""
+        if self.heads is None:
+            return self._model_writer
+        model, shape = self.heads
+        tensor_group = vllm_groups.get_tp_group()
+        pieces = heads_pieces(shape, tensor_group.world_size, tensor_group.rank_in_group)
+        return TwoWriters(self._model_writer, HeadsWriter(model, pieces), {piece.name for piece in pieces})
+
+    @property
+    def _model_writer(self) -> WeightWriter:
         shape = read_shape(self.model_config.model, "actor.path")
         tensor_group = vllm_groups.get_tp_group()
         pieces = engine_pieces(shape, tensor_group.world_size, tensor_group.rank_in_group)
@@ -124,7 +161,8 @@ class BlocksTransferEngine(WeightTransferEngine[WeightTransferInitInfo, BlocksUp
     @property
     def writes_in_place(self) -> bool:
         """Whether updates go straight into the weights that the model computes from."""
-        return isinstance(self._writer, InPlaceWriter)
+        writer = self._writer.first if isinstance(self._writer, TwoWriters) else self._writer
+        return isinstance(writer, InPlaceWriter)
 
     def shutdown(self) -> None:
         """Nothing to release."""
@@ -134,3 +172,23 @@ def register_blocks_engine() -> None:
     """Puts the engine into vLLM's registry, once in a process."""
     if BLOCKS_BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BLOCKS_BACKEND, BlocksTransferEngine)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What draws and drafts in vLLM now.  checker, proposer: None without heads."""
+
+    checker: DraftChecker | None
+    proposer: HeadsProposer | None
+
+
+def install_sampling(worker: Any, heads: HeadsShape | None) -> Sampling:
+    """Puts our sampling into a worker of vLLM whose models are loaded; `heads` where it has a model that drafts."""
+    runner = worker.model_runner
+    runner.sampler = SeededSampler(runner)
+    if heads is None:
+        return Sampling(None, None)
+    runner.rejection_sampler = DraftChecker(runner.sampler)
+    runner.drafter = HeadsProposer(runner.drafter, runner.model)
+    worker.weight_transfer_engine.heads = runner.drafter.model, heads
+    return Sampling(runner.rejection_sampler, runner.drafter)

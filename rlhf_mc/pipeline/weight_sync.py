@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlhf_mc.batch import SequenceBatch
+from rlhf_mc.medusa import shape as medusa
+from rlhf_mc.medusa.shape import HeadsShape
 from rlhf_mc.models.hf_config import ModelShape
 from rlhf_mc.models.weight_layout import Shard, engine_pieces, hf_shapes, pieces_of
 from rlhf_mc.parallel.exchange import Reshard
 from rlhf_mc.parallel.grids import RolloutGrid, TrainingGrid
-from rlhf_mc.parallel.reshard import Piece, ReshardPlan, plan_reshard
+from rlhf_mc.parallel.reshard import Piece, ReshardPlan, Shapes, plan_reshard
 from rlhf_mc.parallel.wire import GroupWire
 
 if TYPE_CHECKING:  # a rank that only runs an engine does without megatron
@@ -23,13 +25,13 @@ BUCKET_BYTES = 64 << 20  # large enough that the collective runs at its full rat
 _LONGEST_PROBE = 32
 
 
-def plan_weight_sync(actor: RoleModel, grid: RolloutGrid, bucket_bytes: int = BUCKET_BYTES) -> Reshard:
-    """How the actor's shards become the engine's, on the ranks of one copy of the model. No collective."""
+def plan_weight_sync(actor: RoleModel, grid: RolloutGrid, heads: HeadsShape | None = None, bucket_bytes: int = BUCKET_BYTES) -> Reshard:
+    """How the actor's shards, and those of its draft heads, become the engine's, on the ranks of one copy of the model. No collective."""
     world, shape = actor.world, actor.shape
     plan = plan_reshard(
-        held=_held(shape, world.grid, world.grid.model_ranks()),
-        wanted=[engine_pieces(shape, grid.tensor, shard) for shard in grid.shards_of_model()],
-        shapes=hf_shapes(shape, value_head=False),
+        held=_held(shape, heads, world.grid, world.grid.model_ranks()),
+        wanted=[_wanted(shape, heads, grid, shard) for shard in grid.shards_of_model()],
+        shapes=_shapes(shape, heads),
         element_bytes=actor.dtype.itemsize,
         bucket_bytes=bucket_bytes,
         training_tensor=world.grid.tensor,
@@ -39,7 +41,12 @@ def plan_weight_sync(actor: RoleModel, grid: RolloutGrid, bucket_bytes: int = BU
 
 
 def plan_sync_apart(
-    shape: ModelShape, trainer: TrainingGrid, engines: RolloutGrid, element_bytes: int, bucket_bytes: int = BUCKET_BYTES
+    shape: ModelShape,
+    trainer: TrainingGrid,
+    engines: RolloutGrid,
+    element_bytes: int,
+    heads: HeadsShape | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> ReshardPlan:
     """How the trainer's shards become those of engines on ranks of their own, which are the job's ranks after the trainer's.
 
@@ -47,9 +54,9 @@ def plan_sync_apart(
     """
     shards = [shard for replica in range(engines.num_replicas) for shard in range(len(engines.ranks_of(replica)))]
     return plan_reshard(
-        held=[*_held(shape, trainer, range(trainer.world_size)), *([] for _ in shards)],
-        wanted=[*([] for _ in range(trainer.world_size)), *(engine_pieces(shape, engines.tensor, shard) for shard in shards)],
-        shapes=hf_shapes(shape, value_head=False),
+        held=[*_held(shape, heads, trainer, range(trainer.world_size)), *([] for _ in shards)],
+        wanted=[*([] for _ in range(trainer.world_size)), *(_wanted(shape, heads, engines, shard) for shard in shards)],
+        shapes=_shapes(shape, heads),
         element_bytes=element_bytes,
         bucket_bytes=bucket_bytes,
         training_tensor=trainer.tensor,
@@ -57,12 +64,26 @@ def plan_sync_apart(
     )
 
 
-def _held(shape: ModelShape, grid: TrainingGrid, ranks: Iterable[int]) -> list[list[Piece]]:
-    """The pieces of the actor on each of these ranks."""
-    places = [replace(grid, rank=rank) for rank in ranks]
-    return [
-        pieces_of(shape, Shard.of(shape, place.tensor, place.tensor_rank, place.pipeline, place.stage, value_head=False)) for place in places
-    ]
+def _held(shape: ModelShape, heads: HeadsShape | None, grid: TrainingGrid, ranks: Iterable[int]) -> list[list[Piece]]:
+    """The pieces of the actor, and on the last stage of its heads, on each of these ranks."""
+    return [_held_at(shape, heads, replace(grid, rank=rank)) for rank in ranks]
+
+
+def _held_at(shape: ModelShape, heads: HeadsShape | None, place: TrainingGrid) -> list[Piece]:
+    pieces = pieces_of(shape, Shard.of(shape, place.tensor, place.tensor_rank, place.pipeline, place.stage, value_head=False))
+    if heads is not None and place.is_last_stage:
+        pieces += medusa.trainer_pieces(heads, shape.padded_vocab(place.tensor), place.tensor, place.tensor_rank)
+    return pieces
+
+
+def _wanted(shape: ModelShape, heads: HeadsShape | None, grid: RolloutGrid, shard: int) -> list[Piece]:
+    """The pieces of one engine rank."""
+    pieces = engine_pieces(shape, grid.tensor, shard)
+    return pieces if heads is None else pieces + medusa.engine_pieces(heads, grid.tensor, shard)
+
+
+def _shapes(shape: ModelShape, heads: HeadsShape | None) -> Shapes:
+    return hf_shapes(shape, value_head=False) | ({} if heads is None else heads.tensors())
 
 
 def probe_sequence(prompt: list[int], vocab: int, max_tokens: int) -> SequenceBatch:

@@ -9,6 +9,8 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,15 +19,18 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_mc.batch import PromptBatch
 from rlhf_mc.config import ConfigError, Rollout
+from rlhf_mc.medusa.shape import HeadsShape
+from rlhf_mc.medusa.shape import engine_pieces as heads_pieces
 from rlhf_mc.models.hf_config import read_shape
 from rlhf_mc.models.weight_layout import engine_pieces
 from rlhf_mc.parallel.grids import RolloutGrid, TrainingGrid
 from rlhf_mc.parallel.reshard import Block
-from rlhf_mc.pipeline.dispatch import Completion, SampleRequest, assemble_rollout, deal, gather_completions, requests_for
-from rlhf_mc.pipeline.engine import Engine, EngineError
+from rlhf_mc.pipeline.dispatch import Completion, SampleRequest, assemble_rollout, deal, gather_completions, requests_for, sample_seed
+from rlhf_mc.pipeline.engine import Engine, EngineError, Step
 
 NUM_PROMPTS, SAMPLES, MIN_TOKENS, MAX_TOKENS, MAX_PROMPT = 6, 4, 5, 24, 12
 STOP_TOKENS = list(range(2, 14))
+DRAWS = 750  # on each rank
 
 
 def prompts() -> PromptBatch:
@@ -61,11 +66,24 @@ def differences(model, requests, completions, temperature: float, mask: bool = T
     return {"max": float(found.max()), "mean": float(found.mean())}
 
 
-def blocks_of(model: PreTrainedModel, grid: RolloutGrid) -> list[tuple[Block, torch.Tensor]]:
-    """All weights of `model` that this rank's engine wants, cut from whole tensors, each row in a block of its own layout."""
+def heads_of(model: PreTrainedModel, heads: HeadsShape, scale: float) -> dict[str, torch.Tensor]:
+    """Draft heads with random blocks. At scale 0 they guess that the next token comes again."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = {name: torch.randn(heads.hidden, heads.hidden, generator=generator) * scale for name in heads.block_names}
+    return {name: values.to(model.dtype) for name, values in blocks.items()} | dict.fromkeys(heads.output_names, model.lm_head.weight.detach())
+
+
+def blocks_of(
+    model: PreTrainedModel, grid: RolloutGrid, heads: HeadsShape | None, scale: float = 0.0
+) -> list[tuple[Block, torch.Tensor]]:
+    """All weights of `model` and its heads that this rank's engine wants, cut from whole tensors, each row in a block of its own layout."""
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    pieces = engine_pieces(read_shape(model.config._name_or_path, "actor.path"), grid.tensor, grid.tensor_rank)
+    if heads is not None:
+        weights |= heads_of(model, heads, scale)
+        pieces = heads_pieces(heads, grid.tensor, grid.tensor_rank) + pieces
     blocks = []
-    for piece in engine_pieces(read_shape(model.config._name_or_path, "actor.path"), grid.tensor, grid.tensor_rank):
+    for piece in pieces:
         values = weights[piece.name].narrow(piece.dim, piece.whole_start, piece.length)
         source = (grid.rank, piece.name, piece.whole_start)
         target = (grid.rank, piece.param, piece.start)
@@ -103,7 +121,7 @@ def refused_settings(path: str, dtype: str, grid: RolloutGrid) -> dict[str, str]
     }
 
 
-def refused_requests(engine: Engine, model: PreTrainedModel, grid: RolloutGrid) -> dict[str, str]:
+def refused_requests(engine: Engine, model: PreTrainedModel, grid: RolloutGrid, heads: HeadsShape | None) -> dict[str, str]:
     """What an engine that holds version 3 of the weights of `model` says to wrong calls."""
     good = SampleRequest([20, 21], 1, MAX_TOKENS)
 
@@ -118,24 +136,24 @@ def refused_requests(engine: Engine, model: PreTrainedModel, grid: RolloutGrid) 
     engine.sleep()
     engine.wake_weights()
     refused["after_sleep"] = asked()
-    load(engine, blocks_of(model, grid), 3)
+    load(engine, blocks_of(model, grid, heads), 3)
     refused["kv_cache_asleep"] = asked()
     engine.wake_kv_cache()
     refused["awake"] = asked()
-    return refused | poisoned(engine, model, grid)
+    return refused | poisoned(engine, model, grid, heads)
 
 
-def poisoned(engine: Engine, model: PreTrainedModel, grid: RolloutGrid) -> dict[str, str]:
+def poisoned(engine: Engine, model: PreTrainedModel, grid: RolloutGrid, heads: HeadsShape | None) -> dict[str, str]:
     """What an engine whose weights hold NaN says, and what it keeps of the rollout. NaN stays in its KV cache after that."""
-    load(engine, [(block, torch.full_like(values, torch.nan)) for block, values in blocks_of(model, grid)], 4)
+    load(engine, [(block, torch.full_like(values, torch.nan)) for block, values in blocks_of(model, grid, heads)], 4)
     requests = [SampleRequest([20, 21], seed, MAX_TOKENS) for seed in range(3)]
     error = message_of(lambda: engine.generate(requests, version=4))
     return {"poisoned": error, "left": str(engine.num_running)}
 
 
-def refused_updates(engine: Engine, model: PreTrainedModel, grid: RolloutGrid, bad_update: str) -> dict[str, str]:
+def refused_updates(engine: Engine, model: PreTrainedModel, grid: RolloutGrid, heads: HeadsShape | None, bad_update: str) -> dict[str, str]:
     """One wrong update, and what the engine says after it."""
-    blocks = blocks_of(model, grid)
+    blocks = blocks_of(model, grid, heads)
     wrong = blocks[:-1] if bad_update == "missing" else [*blocks, blocks[0]]
     return {
         "update": message_of(lambda: load(engine, wrong, 4)),
@@ -163,14 +181,14 @@ def stepwise(engine: Engine, requests: list) -> dict:
     running, found = [engine.num_running], {}
     refused = message_of(lambda: engine.submit({99: requests[0]}, version=3))
     while engine.num_running > 1:
-        found |= engine.step()
+        found |= engine.step().finished
         running.append(engine.num_running)
     engine.abort()
     return {
         "running": running,
         "token_ids": {number: completion.token_ids for number, completion in found.items()},
         "refused": refused,
-        "after_abort": [engine.num_running, len(engine.step())],
+        "after_abort": [engine.num_running, len(engine.step().finished)],
     }
 
 
@@ -182,7 +200,7 @@ def probe_difference(engine: Engine, model: PreTrainedModel, token_ids: list[int
     return float((expected.gather(1, torch.tensor(token_ids)[1:, None]).squeeze(1) - found).abs().max())
 
 
-def record_samples(engine: Engine, path: str, spec: dict, rollout: Rollout, grid: RolloutGrid) -> dict:
+def record_samples(engine: Engine, path: str, spec: dict, rollout: Rollout, grid: RolloutGrid, heads: HeadsShape | None) -> dict:
     batch, temperature = prompts(), spec["temperature"]
     requests = requests_for(batch, rollout, run_seed=7, iteration=3)
     mine = deal(batch.lengths.tolist(), SAMPLES, grid.num_replicas)[grid.replica]
@@ -190,7 +208,7 @@ def record_samples(engine: Engine, path: str, spec: dict, rollout: Rollout, grid
     record: dict = {"after_load": []}
     for version in (1, 2, 3):
         model = changed_model(path, version, dtype)
-        load(engine, blocks_of(model, grid), version)
+        load(engine, blocks_of(model, grid, heads), version)
         found = dict(zip(mine, engine.generate([requests[i] for i in mine], version=version), strict=True))
         completions = gather_completions(found, grid, dist.group.WORLD)
         record["after_load"].append(differences(model, requests, list(completions.values()), temperature))
@@ -208,7 +226,62 @@ def record_samples(engine: Engine, path: str, spec: dict, rollout: Rollout, grid
         "probe": probe_difference(engine, model, probe),
         "logprobs_of_batch": rollout_batch.rollout_logprobs.tolist(),
         "hand": mine,
+        "drafted": drafted(engine, model, requests, grid, heads, temperature) if heads else None,
     }
+
+
+def sampled(engine: Engine, requests: Sequence[SampleRequest], drafts: Callable[[int], int], greedy: bool = False) -> tuple[list[Completion], list[Step]]:
+    """The samples, and the steps that it took; `drafts` says how many tokens each step drafts."""
+    engine.submit(dict(enumerate(requests)), version=3, greedy=greedy)
+    found, steps = {}, []
+    while engine.num_running:
+        steps.append(engine.step(drafts(len(steps))))
+        found |= steps[-1].finished
+    return [found[number] for number in range(len(requests))], steps
+
+
+def drafted(engine: Engine, model: PreTrainedModel, requests: list, grid: RolloutGrid, heads: HeadsShape, temperature: float) -> dict:
+    """Samples with and without drafts, and with other heads; what the engine says to more drafts than heads."""
+    record: dict = {"runs": []}
+    for name, greedy, scale, drafts in (
+        ("one", False, 0.0, lambda step: 1),
+        ("all", False, 0.0, lambda step: heads.num_heads),
+        ("changing", False, 0.0, lambda step: step % (heads.num_heads + 1)),
+        ("greedy", True, 0.0, lambda step: heads.num_heads),
+        ("stale", True, 0.3, lambda step: heads.num_heads),
+    ):
+        load(engine, blocks_of(model, grid, heads, scale), 3)
+        plain, _ = sampled(engine, requests, lambda step: 0, greedy)
+        completions, steps = sampled(engine, requests, drafts, greedy)
+        record["runs"].append({
+            "name": name,
+            "same": [c.token_ids for c in completions] == [c.token_ids for c in plain],
+            "difference": differences(model, requests, completions, 1.0 if greedy else temperature)["max"],
+            "checked": [step.checked for step in steps],
+            "prefilled": [step.prefilled for step in steps],
+            "accepted": sum(sum(step.accepted) for step in steps),
+            "emitted": sum(len(c.token_ids) for c in completions),
+            "running": sum(step.running for step in steps),
+        })
+    first = SampleRequest(requests[0].prompt_ids, 0, max_tokens=2)
+    many = [replace(first, seed=sample_seed(grid.rank // grid.tensor, 0, sample)) for sample in range(DRAWS)]
+    record["second_tokens"] = [c.token_ids[1] for c in sampled(engine, many, lambda step: 1)[0] if len(c.token_ids) == 2]
+    record["distribution"] = second_token_distribution(model, first.prompt_ids, temperature).tolist()
+    engine.submit({0: requests[0]}, version=3)
+    record["too_many"] = message_of(lambda: engine.step(heads.num_heads + 1))
+    engine.abort()
+    return record
+
+
+@torch.no_grad()
+def second_token_distribution(model: PreTrainedModel, prompt: list[int], temperature: float) -> torch.Tensor:
+    """float[V]: of the second token of a response, where the first does not end it."""
+    first = (model(torch.tensor([prompt])).logits[0, -1].float() / temperature).softmax(0)
+    going_on = [token for token in range(len(first)) if token not in STOP_TOKENS]
+    sequences = torch.tensor([[*prompt, token] for token in going_on])
+    second = (model(sequences).logits[:, -1].float() / temperature).softmax(1)
+    joint = first[going_on, None] * second
+    return joint.sum(0) / joint.sum()
 
 
 def main(spec: dict) -> None:
@@ -226,7 +299,9 @@ def main(spec: dict) -> None:
         vllm._custom_ops._supports_onednn = False  # as in a build without oneDNN, which leaves weights as they are
     record: dict = {"refused_settings": refused_settings(path, dtype, grid)}
     rng, environment, threads = torch.get_rng_state(), os.environ["LOCAL_WORLD_SIZE"], torch.get_num_threads()
-    engine = Engine(path, rollout, dtype, grid, 1, MAX_PROMPT, STOP_TOKENS)
+    shape = read_shape(path, "actor.path")
+    heads = HeadsShape(3, 2, spec["heads"] == "shared", shape.hidden, shape.vocab) if spec["heads"] else None
+    engine = Engine(path, rollout, dtype, grid, 1, MAX_PROMPT, STOP_TOKENS, heads)
     record["kept"] = {
         "rng": torch.equal(rng, torch.get_rng_state()),
         "local_world_size": os.environ["LOCAL_WORLD_SIZE"] == environment,
@@ -236,10 +311,10 @@ def main(spec: dict) -> None:
     record["replica_ranks"] = grid.ranks_of(grid.replica)
     record["shared_memory"] = mapped_shared_memory()
     record["before_first_load"] = message_of(lambda: engine.generate([SampleRequest([20], 1, 1)], version=0))
-    record |= record_samples(engine, path, spec, rollout, grid)
+    record |= record_samples(engine, path, spec, rollout, grid, heads)
     model = changed_model(path, 3, {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
-    record["refused_requests"] = refused_requests(engine, model, grid)
-    record["refused_updates"] = refused_updates(engine, model, grid, spec["bad_update"])
+    record["refused_requests"] = refused_requests(engine, model, grid, heads)
+    record["refused_updates"] = refused_updates(engine, model, grid, heads, spec["bad_update"])
     Path(spec["out"], f"rank{rank}.json").write_text(json.dumps(record))
     dist.barrier()
     if spec["end"] == "killed" and rank == 1:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mc.config import Settings, Trainer
+from rlhf_mc.medusa import shape as medusa
+from rlhf_mc.medusa.shape import HeadsShape
 from rlhf_mc.models.hf_config import read_shape
 from rlhf_mc.models.role import Role, build_role
 from rlhf_mc.models.weight_layout import engine_pieces, hf_shapes
@@ -17,7 +19,7 @@ from rlhf_mc.parallel.exchange import Reshard
 from rlhf_mc.parallel.grids import RolloutGrid
 from rlhf_mc.parallel.reshard import Piece
 from rlhf_mc.parallel.world import World
-from rlhf_mc.pipeline.engine_weights import InPlaceWriter, ReloadWriter
+from rlhf_mc.pipeline.engine_weights import InPlaceWriter, ReloadWriter, TwoWriters
 from rlhf_mc.pipeline.weight_sync import plan_weight_sync
 
 PADDING_ROWS = 3
@@ -33,11 +35,13 @@ def _empty_engine(pieces: list[Piece], shapes: dict[str, tuple[int, ...]]) -> di
     return {name: torch.full(dims, torch.nan) for name, dims in sizes.items()}
 
 
-def _reshard(world: World, path: str, rollout: int, bucket_bytes: int) -> tuple[Reshard, dict[str, Tensor], RolloutGrid]:
+def _reshard(
+    world: World, path: str, rollout: int, bucket_bytes: int, heads: HeadsShape | None = None
+) -> tuple[Reshard, dict[str, Tensor], RolloutGrid]:
     settings = Settings(trainer=Trainer(dtype="fp32"))
     actor = build_role(Role.ACTOR, "language", path, settings, world)
     grid = RolloutGrid(world.grid, rollout)
-    return plan_weight_sync(actor, grid, bucket_bytes), dict(actor.decoder.named_parameters()), grid
+    return plan_weight_sync(actor, grid, heads, bucket_bytes), dict(actor.decoder.named_parameters()), grid
 
 
 def sync(world: World, path: str, rollout: int, bucket_bytes: int) -> dict[str, Any]:
@@ -66,6 +70,32 @@ def sync(world: World, path: str, rollout: int, bucket_bytes: int) -> dict[str, 
         "calls": calls,
         "received": reshard.plan.received[reshard.rank],
     }
+
+
+def heads_weights(heads: HeadsShape) -> dict[str, Tensor]:
+    """Whole tensors with no two elements alike."""
+    sizes = [rows * columns for rows, columns in heads.tensors().values()]
+    flat = torch.arange(sum(sizes), dtype=torch.float32).split(sizes)
+    return {name: part.view(dims) for (name, dims), part in zip(heads.tensors().items(), flat, strict=True)}
+
+
+def sync_with_heads(world: World, path: str, rollout: int, shared_output: bool) -> dict[str, Any]:
+    """One sync of an actor with draft heads; what this engine rank has of both afterwards."""
+    shape = read_shape(path, "actor.path")
+    heads = HeadsShape(2, 2, shared_output, shape.hidden, shape.vocab)
+    reshard, params, grid = _reshard(world, path, rollout, 6000, heads)
+    if world.grid.is_last_stage:
+        whole = heads_weights(heads)
+        place = world.grid
+        held = medusa.trainer_pieces(heads, shape.padded_vocab(place.tensor), place.tensor, place.tensor_rank)
+        params |= {piece.param: whole[piece.name].narrow(0, piece.whole_start, piece.length).clone() for piece in held}
+    pieces, head_pieces = engine_pieces(shape, grid.tensor, grid.tensor_rank), medusa.engine_pieces(heads, grid.tensor, grid.tensor_rank)
+    model, drafter = _empty_engine(pieces, hf_shapes(shape, value_head=False)), _empty_engine(head_pieces, heads.tensors())
+    writer = TwoWriters(InPlaceWriter(model, pieces), InPlaceWriter(drafter, head_pieces), set(heads.tensors()))
+    writer.start()
+    reshard.run(params, writer)
+    writer.finish()
+    return {"tensor_rank": grid.tensor_rank, "heads": heads, "model": model, "drafter": drafter}
 
 
 def sync_with_a_flipped_bit(world: World, path: str, rollout: int, victim: int) -> str:

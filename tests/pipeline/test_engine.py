@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pipeline.test_seeded_draws import chi_square
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from rlhf_mc.config import ConfigError
@@ -51,7 +52,7 @@ def launch(directory: Path, model: PretrainedConfig, spec: dict) -> Launch:
 def replicas(tmp_path_factory) -> Launch:
     """Four replicas of an untied Llama, fp32, temperature 0.7, in an engine that does not repack weights."""
     model = LlamaConfig(**SIZES, tie_word_embeddings=False)
-    spec = dict(training_tensor=4, tensor=1, repacks=False, dtype="fp32", temperature=0.7, kv_cache_gib=0.01, bad_update="missing", end="closed")
+    spec = dict(training_tensor=4, tensor=1, repacks=False, dtype="fp32", temperature=0.7, kv_cache_gib=0.01, bad_update="missing", end="closed", heads="shared")
     return launch(tmp_path_factory.mktemp("replicas"), model, spec)
 
 
@@ -59,7 +60,7 @@ def replicas(tmp_path_factory) -> Launch:
 def tensor_parallel(tmp_path_factory) -> Launch:
     """One tied Qwen2 over two ranks, fp32, temperature 1, with a KV cache for little more than one sequence."""
     model = Qwen2Config(**SIZES, tie_word_embeddings=True)
-    spec = dict(training_tensor=2, tensor=2, repacks=True, dtype="fp32", temperature=1.0, kv_cache_gib=0.0001, bad_update="twice", end="closed")
+    spec = dict(training_tensor=2, tensor=2, repacks=True, dtype="fp32", temperature=1.0, kv_cache_gib=0.0001, bad_update="twice", end="closed", heads="own")
     return launch(tmp_path_factory.mktemp("tensor"), model, spec)
 
 
@@ -67,7 +68,7 @@ def tensor_parallel(tmp_path_factory) -> Launch:
 def killed(tmp_path_factory) -> Launch:
     """Two replicas of a tied Qwen3, each over two ranks at an interval, bf16; in the end rank 1 dies by SIGKILL."""
     model = Qwen3Config(**SIZES, tie_word_embeddings=True)
-    spec = dict(training_tensor=4, tensor=2, repacks=True, dtype="bf16", temperature=1.0, kv_cache_gib=0.01, bad_update="missing", end="killed")
+    spec = dict(training_tensor=4, tensor=2, repacks=True, dtype="bf16", temperature=1.0, kv_cache_gib=0.01, bad_update="missing", end="killed", heads=None)
     return launch(tmp_path_factory.mktemp("killed"), model, spec)
 
 
@@ -139,6 +140,43 @@ def test_stepping_gives_the_same_samples_as_they_finish(fp32_run):
         assert all(token_ids[int(number)] == ids for number, ids in stepwise["token_ids"].items())
         assert "24 earlier requests are not finished" in stepwise["refused"]
         assert stepwise["after_abort"] == [0, 0]
+
+
+def test_drafts_change_no_sample_and_no_logprob(fp32_run):
+    """Sampling and greedy, drafts of any number, that number changing; good heads and stale ones."""
+    for rank in fp32_run.ranks:
+        for run in rank["drafted"]["runs"]:
+            assert run["same"], run["name"]
+            assert run["difference"] < 1e-5, run["name"]
+
+
+def test_accepted_drafts_save_steps(fp32_run):
+    for rank in fp32_run.ranks:
+        runs = {run["name"]: run for run in rank["drafted"]["runs"]}
+        assert set(runs["one"]["checked"]) == {0, 1} and set(runs["changing"]["checked"]) == {0, 1, 2, 3}
+        assert all(prefilled or checked == 3 for checked, prefilled in zip(runs["all"]["checked"], runs["all"]["prefilled"]))
+        assert runs["greedy"]["accepted"] > 20, "heads that repeat the next token must be right sometimes"
+        for run in runs.values():
+            assert run["running"] >= run["emitted"] - run["accepted"]  # a draft that is accepted past the end counts as well
+        assert runs["greedy"]["running"] < runs["greedy"]["emitted"]
+
+
+def test_new_heads_draft_otherwise(fp32_run):
+    for rank in fp32_run.ranks:
+        runs = {run["name"]: run for run in rank["drafted"]["runs"]}
+        assert runs["stale"]["accepted"] < runs["greedy"]["accepted"] / 2
+
+
+def test_samples_under_drafts_have_the_targets_distribution(replicas):
+    """The second token, the first that is drafted, against transformers' exact distribution."""
+    counts = torch.bincount(torch.tensor(sum((rank["drafted"]["second_tokens"] for rank in replicas.ranks), [])), minlength=300)
+    expected = torch.tensor(replicas.ranks[0]["drafted"]["distribution"], dtype=torch.float64) * counts.sum()
+    assert counts.sum() > 2000
+    assert chi_square(counts, expected) < 5
+
+
+def test_more_drafts_than_heads_are_refused(fp32_run):
+    assert all("4 drafted tokens: the engine has 3 draft heads" in rank["drafted"]["too_many"] for rank in fp32_run.ranks)
 
 
 def test_logprobs_of_a_given_sequence_equal_transformers(fp32_run):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pipeline.on_ranks import PADDING_ROWS
+from pipeline.on_ranks import PADDING_ROWS, heads_weights
 from ranks import Layout, RankError, RankPool
 from tiny_models import save_model, tiny_language_model
 from transformers import AutoModelForCausalLM
 
+from rlhf_mc.medusa.shape import engine_pieces as heads_pieces
 from rlhf_mc.models.hf_config import read_shape
 from rlhf_mc.models.weight_layout import engine_pieces
 from rlhf_mc.pipeline.weight_sync import probe_sequence
@@ -62,6 +63,21 @@ def test_every_element_of_every_shard_arrives(ranks: RankPool, model_of, family:
         assert rank["calls"] == ["begin", "end"]
         assert ("lm_head.weight" in rank["loaded"]) or rank["tensor_rank"] > 0
         assert (rank["received"] == 0) == (layout.pipeline == 1 and rollout == layout.tensor)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rollout", "shared_output"),
+    [(Layout(tensor=2), 1, False), (Layout(tensor=2), 2, False), (Layout(tensor=2, pipeline=2), 2, False), (Layout(tensor=2, pipeline=2), 4, True)],
+)
+def test_draft_heads_arrive_with_the_model(ranks: RankPool, model_of, layout: Layout, rollout: int, shared_output: bool) -> None:
+    weights = AutoModelForCausalLM.from_pretrained(model_of("llama")).state_dict()
+    for rank in ranks.run("pipeline.on_ranks:sync_with_heads", layout, path=model_of("llama"), rollout=rollout, shared_output=shared_output):
+        whole = heads_weights(rank["heads"])
+        for piece in heads_pieces(rank["heads"], rollout, rank["tensor_rank"]):
+            expected = whole[piece.name].narrow(0, piece.whole_start, piece.length)
+            assert torch.equal(rank["drafter"][piece.param][piece.start : piece.start + piece.length], expected), piece
+        assert set(rank["drafter"]) == set(rank["heads"].tensors())
+        assert torch.equal(rank["model"]["model.norm.weight"][:-PADDING_ROWS], weights["model.norm.weight"])
 
 
 def test_one_flipped_bit_stops_every_rank(ranks: RankPool, model_of) -> None:
