@@ -31,11 +31,13 @@ WITHOUT_MEGATRON = [
     "parallel/grids parallel/reshard parallel/microbatches parallel/logprobs parallel/wire parallel/exchange parallel/job",
     "models/hf_config models/weight_layout models/loss models/precision",
     "pipeline/dispatch pipeline/schedule pipeline/engine pipeline/control pipeline/generation pipeline/server pipeline/weight_sync",
+    "medusa/shape medusa/files medusa/draft_length",
     "stages/serve",
 ]
 WITHOUT_TORCH = [
     "config contradictions config_keys recipe",
     "models/hf_config models/weight_layout parallel/grids parallel/reshard parallel/microbatches",
+    "medusa/shape medusa/draft_length",
 ]
 
 
