@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from rlhf_mc.medusa.draft_length import DraftSchedule
 from rlhf_mc.parallel.job import Bridge
 from rlhf_mc.pipeline.dispatch import Completion, SampleRequest
 
@@ -49,12 +50,16 @@ class ComputeLogprobs:
 
 @dataclass(frozen=True)
 class Generate:
-    """Sample this rank's share from weights `version`. Each replica answers every `steps` engine steps, see Progress."""
+    """Sample this rank's share from weights `version`. Each replica answers every `steps` engine steps, see Progress.
+
+    schedule: how many tokens to draft.
+    """
 
     requests: Mapping[int, SampleRequest]
     version: int
     steps: int
     greedy: bool
+    schedule: DraftSchedule
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ class ReplicaLoad:
     """What one replica did in one rollout. tokens: sampled.  busy, idle: seconds with something to decode, and without.
 
     running: mean number of sequences in a step.  longest: tokens of its longest response.
+    drafts: the numbers of its DraftStatistics.
     """
 
     tokens: int
@@ -77,6 +83,7 @@ class ReplicaLoad:
     idle: float
     running: float
     longest: int
+    drafts: Sequence[float] = ()
 
 
 @dataclass(frozen=True)

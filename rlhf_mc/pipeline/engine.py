@@ -88,14 +88,14 @@ class WeightUpdate:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the engine.  finished: by number.  running: requests that took part.  prefilled: some of them with their prompts.
+    """One step of the engine.  finished: by number.  running: requests that took part.  tokens: that went through the model.
 
-    checked: drafts of a request that the step checked (the most of any request).  accepted: of each request with drafts, how many were.
+    checked: drafted tokens of each request that the step checked.  accepted: of each request that had drafts, how many were.
     """
 
     finished: dict[int, Completion]
-    running: int
-    prefilled: bool = False
+    running: int = 0
+    tokens: int = 0
     checked: int = 0
     accepted: Sequence[int] = ()
 
@@ -136,6 +136,7 @@ class Engine:
         self._kv_cache_awake = True
         self._update_unfinished = False
         self._running: dict[int, None] = {}
+        self._drafted = 0
 
     def _start(self, model_path: str, dtype: str, grid: RolloutGrid, seed: int) -> LLM:
         """Collective over all ranks: vLLM with this rank in its place.
@@ -209,7 +210,7 @@ class Engine:
         for number, request in requests.items():
             prompt = {"prompt_token_ids": request.prompt_ids}
             self._llm.llm_engine.add_request(str(number), prompt, self._sampling_params(request, greedy))
-        self._running = dict.fromkeys(requests)
+        self._running, self._drafted = dict.fromkeys(requests), 0
 
     def step(self, drafted: int = 0) -> Step:
         """Collective over the replica's ranks: one step of the engine, which checks what the step before drafted.
@@ -217,10 +218,9 @@ class Engine:
         drafted: tokens to draft for each request, for the next step to check; needs heads. All ranks of a replica give the same.
         Raises EngineError where a log-prob is not finite. After any error no request is left running.
         """
-        running = len(self._running)
-        if not running:
-            return Step({}, 0)
-        self._draft(drafted)
+        if not self._running:
+            return Step({})
+        checked, self._drafted = self._drafted, self._draft(drafted)
         try:
             with _rng_kept():
                 outputs = self._llm.llm_engine.step()
@@ -230,32 +230,37 @@ class Engine:
             raise
         for number in finished:
             del self._running[number]
-        return self._noted(finished)
-
-    def _draft(self, count: int) -> None:
-        most = 0 if self._heads is None else self._heads.num_heads
-        if not 0 <= count <= most:
-            raise EngineError(f"{count} drafted tokens: the engine has {most} draft heads")
-        if self._sampling.proposer is not None:
-            self._sampling.proposer.num_drafted = count
-
-    def _noted(self, finished: dict[int, Completion]) -> Step:
-        """What the step did, from what vLLM's scheduler ordered."""
         scheduled = self._llm.llm_engine.model_executor.scheduled
-        tokens, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
-        checked = {number: len(of_request) for number, of_request in drafts.items() if of_request}
         return Step(
             finished=finished,
-            running=len(tokens),
-            prefilled=any(count > 1 + checked.get(number, 0) for number, count in tokens.items()),
-            checked=max(checked.values(), default=0),
-            accepted=self._sampling.checker.accepted if checked else (),
+            running=len(scheduled.num_scheduled_tokens),
+            tokens=scheduled.total_num_scheduled_tokens,
+            checked=checked,
+            accepted=self._sampling.checker.accepted if scheduled.scheduled_spec_decode_tokens else (),
         )
+
+    def _draft(self, count: int) -> int:
+        """The number itself, once it is in force."""
+        if not 0 <= count <= self.num_heads:
+            raise EngineError(f"{count} drafted tokens: the engine has {self.num_heads} draft heads")
+        if self._sampling.proposer is not None:
+            self._sampling.proposer.num_drafted = count
+        return count
 
     @property
     def num_running(self) -> int:
         """Requests that are submitted and not finished."""
         return len(self._running)
+
+    @property
+    def num_heads(self) -> int:
+        """Draft heads, and so the most tokens that a step can draft for a request."""
+        return 0 if self._heads is None else self._heads.num_heads
+
+    @property
+    def num_in_step(self) -> int:
+        """Of these, how many the next step is going to work on, unless the KV cache is full."""
+        return min(self.num_running, self._settings.max_running_sequences)
 
     def abort(self) -> None:
         """Forgets all requests that are not finished."""

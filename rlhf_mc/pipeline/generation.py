@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from rlhf_mc.medusa.draft_length import DraftSchedule, DraftStatistics, StepMeasure
 from rlhf_mc.parallel.grids import RolloutGrid
 from rlhf_mc.pipeline.control import Control, ReplicaLoad
 from rlhf_mc.pipeline.dispatch import Completion, SampleRequest, gather_completions
-from rlhf_mc.pipeline.engine import Engine
+from rlhf_mc.pipeline.engine import Engine, Step
 
 if TYPE_CHECKING:
     from rlhf_mc.tracking import Trace
@@ -49,12 +50,15 @@ class Generation(Protocol):
 class Decoding:
     """One replica's share of a rollout, in the engine of this process."""
 
-    def __init__(self, engine: Engine, requests: Mapping[int, SampleRequest], version: int, greedy: bool, trace: Trace) -> None:
+    def __init__(
+        self, engine: Engine, requests: Mapping[int, SampleRequest], version: int, greedy: bool, schedule: DraftSchedule, trace: Trace
+    ) -> None:
         """No collective, but all ranks of a replica must be given the same. Raises EngineError as `Engine.submit` does.
 
-        trace: gets the engine's steps.
+        schedule: how many tokens each step drafts.  trace: gets the engine's steps.
         """
-        self._engine, self._trace = engine, trace
+        self._engine, self._schedule, self._trace = engine, schedule, trace
+        self._drafts = DraftStatistics(engine.num_heads)
         self._tokens = self._steps = self._running = self._longest = 0
         self._start = self._last = time.perf_counter()
         engine.submit(requests, version=version, greedy=greedy)
@@ -78,13 +82,16 @@ class Decoding:
 
     def _step(self) -> dict[int, Completion]:
         """One engine step, noted down."""
-        running = self._engine.num_running
+        running, engine = self._engine.num_running, self._engine
+        proposed = self._schedule.drafted(engine.num_in_step, self._drafts.steps_at(engine.num_in_step))
         self._trace.counter("sequences running", running)
-        with self._trace.span("step", track="engine", running=running):
-            step = self._engine.step()
+        start = time.perf_counter()
+        with self._trace.span("step", track="engine", running=running, drafted=proposed):
+            step = engine.step(proposed)
+        self._last = time.perf_counter()
+        self._drafts.add(_measure(step, proposed, self._last - start))
         self._running += running
         self._steps += 1
-        self._last = time.perf_counter()
         return step.finished
 
     def load(self) -> ReplicaLoad:
@@ -95,7 +102,13 @@ class Decoding:
             idle=time.perf_counter() - self._last,
             running=self._running / max(1, self._steps),
             longest=self._longest,
+            drafts=self._drafts.numbers(),
         )
+
+
+def _measure(step: Step, proposed: int, seconds: float) -> StepMeasure:
+    accepted = tuple(sum(count > position for count in step.accepted) for position in range(step.checked))
+    return StepMeasure(step.running, step.tokens, seconds, step.checked, proposed, len(step.accepted), accepted)
 
 
 def load_metrics(loads: Sequence[ReplicaLoad]) -> dict[str, float]:
@@ -137,16 +150,17 @@ class LocalGeneration:
         hand: Sequence[int],
         version: int,
         steps: int,
+        schedule: DraftSchedule,
         trace: Trace,
         greedy: bool = False,
     ) -> None:
         """No collective. hand: the samples of this rank's replica.  steps: engine steps between two exchanges.
 
-        group: all ranks (gloo).
+        group: all ranks (gloo).  schedule: how many tokens to draft.
         """
         self._grid, self._group, self._steps = grid, group, steps
         self._left = len(requests)
-        self._decoding = Decoding(engine, {sample: requests[sample] for sample in hand}, version, greedy, trace)
+        self._decoding = Decoding(engine, {sample: requests[sample] for sample in hand}, version, greedy, schedule, trace)
 
     @property
     def done(self) -> bool:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mc.batch import SequenceBatch
+from rlhf_mc.medusa.draft_length import DraftSchedule
 from rlhf_mc.parallel.exchange import NoPlaces, Reshard
 from rlhf_mc.parallel.grids import RolloutGrid
 from rlhf_mc.parallel.reshard import ReshardPlan
@@ -60,8 +61,15 @@ class Sampler(Protocol):
     def logprobs(self, token_ids: list[int], version: int) -> Tensor:
         """float32[engine ranks, len - 1], on every rank: each engine rank's log-probs of the tokens after the first."""
 
-    def start(self, requests: Sequence[SampleRequest], hands: Sequence[Sequence[int]], version: int, greedy: bool = False) -> Generation:
-        """Begins a rollout. requests: all samples.  hands: of each replica, the numbers of its samples.
+    def start(
+        self,
+        requests: Sequence[SampleRequest],
+        hands: Sequence[Sequence[int]],
+        version: int,
+        schedule: DraftSchedule,
+        greedy: bool = False,
+    ) -> Generation:
+        """Begins a rollout. requests: all samples.  hands: of each replica, the numbers of its samples.  schedule: of the drafts.
 
         Raises EngineError where an engine holds other weights than `version`.
         """
@@ -120,9 +128,16 @@ class ColocatedSampler(_Engines):
         dist.all_gather(found, mine, group=self.world.everyone)
         return torch.stack(found)
 
-    def start(self, requests: Sequence[SampleRequest], hands: Sequence[Sequence[int]], version: int, greedy: bool = False) -> Generation:
+    def start(
+        self,
+        requests: Sequence[SampleRequest],
+        hands: Sequence[Sequence[int]],
+        version: int,
+        schedule: DraftSchedule,
+        greedy: bool = False,
+    ) -> Generation:
         hand = hands[self.grid.replica]
-        return LocalGeneration(self.engine, self.grid, self.world.everyone, requests, hand, version, self.steps, self.trace, greedy)
+        return LocalGeneration(self.engine, self.grid, self.world.everyone, requests, hand, version, self.steps, schedule, self.trace, greedy)
 
     def sleep(self) -> None:
         self.engine.sleep()
@@ -159,8 +174,15 @@ class SeparateSampler(_Engines):
         dist.broadcast(found, src=0, group=self.world.everyone)
         return found
 
-    def start(self, requests: Sequence[SampleRequest], hands: Sequence[Sequence[int]], version: int, greedy: bool = False) -> Generation:
-        commands = [Generate({sample: requests[sample] for sample in hand}, version, self.steps, greedy) for hand in hands]
+    def start(
+        self,
+        requests: Sequence[SampleRequest],
+        hands: Sequence[Sequence[int]],
+        version: int,
+        schedule: DraftSchedule,
+        greedy: bool = False,
+    ) -> Generation:
+        commands = [Generate({sample: requests[sample] for sample in hand}, version, self.steps, greedy, schedule) for hand in hands]
         replicas = [self.grid.ranks_of(replica) for replica in range(self.num_replicas)]
         by_rank = {rank: command for ranks, command in zip(replicas, commands, strict=True) for rank in ranks}
         self._command([by_rank[rank] for rank in range(self.grid.world_size)])

@@ -46,7 +46,7 @@ class EngineServer:
 
     def _generate(self, command: Generate) -> None:
         """Collective over the replica's ranks. An answer travels while the engine makes its next steps."""
-        decoding = Decoding(self._engine, command.requests, command.version, command.greedy, self._trace)
+        decoding = Decoding(self._engine, command.requests, command.version, command.greedy, command.schedule, self._trace)
         sending = Sending((), (), ())
         while not decoding.done:
             finished = decoding.advance(command.steps)

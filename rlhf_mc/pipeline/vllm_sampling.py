@@ -63,7 +63,7 @@ class SeededSampler(Sampler):
 
 
 class DraftChecker(nn.Module):
-    """Stands where vLLM has its rejection sampler.  accepted: of the last step, how many drafts of each request were."""
+    """Stands where vLLM has its rejection sampler.  accepted: of the last step, how many drafts were, of each request that had some."""
 
     def __init__(self, sampler: SeededSampler) -> None:
         super().__init__()
@@ -85,7 +85,8 @@ class DraftChecker(nn.Module):
         drafts[torch.from_numpy(places[:-1] < counts[:, None])] = metadata.draft_token_ids.to(tokens.dtype)
         accepted = (drawn[:, :-1] == drafts).int().cumprod(dim=1).sum(dim=1)
         emitted = torch.arange(longest + 1, device=tokens.device) <= accepted[:, None]
-        self.accepted = accepted.tolist()
+        # vLLM fills up new requests of a batch with placeholders, which are no drafts.
+        self.accepted = accepted[drafts[:, 0] != PLACEHOLDER_TOKEN_ID].tolist()
         return SamplerOutput(
             torch.where(emitted, drawn, PLACEHOLDER_TOKEN_ID).int(), as_tensors(drawn.flatten(), logprobs[rows].flatten())
         )

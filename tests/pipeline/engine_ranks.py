@@ -258,7 +258,7 @@ def drafted(engine: Engine, model: PreTrainedModel, requests: list, grid: Rollou
             "same": [c.token_ids for c in completions] == [c.token_ids for c in plain],
             "difference": differences(model, requests, completions, 1.0 if greedy else temperature)["max"],
             "checked": [step.checked for step in steps],
-            "prefilled": [step.prefilled for step in steps],
+            "decodes_only": [step.tokens == step.running * (1 + step.checked) for step in steps],
             "accepted": sum(sum(step.accepted) for step in steps),
             "emitted": sum(len(c.token_ids) for c in completions),
             "running": sum(step.running for step in steps),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from rlhf_mc.parallel.grids import RolloutGrid
 from rlhf_mc.parallel.job import Bridge, Job, join_bridge
+from rlhf_mc.medusa.draft_length import fixed
 from rlhf_mc.pipeline.control import BridgeError, Control, Generate, Ready, Stop
 from rlhf_mc.pipeline.dispatch import Completion, SampleRequest
 from rlhf_mc.pipeline.generation import RemoteGeneration
@@ -63,7 +64,7 @@ def serve(bridge: Bridge, engine: ScriptedEngine) -> threading.Thread:
 
 def command(control: Control, num_samples: int) -> None:
     requests = {sample: SampleRequest([1], seed=sample, max_tokens=3) for sample in range(num_samples)}
-    control.start({1: Generate(requests, version=0, steps=2, greedy=False)}).wait()
+    control.start({1: Generate(requests, version=0, steps=2, greedy=False, schedule=fixed(0))}).wait()
 
 
 def test_samples_come_as_they_finish(bridges, alone):
