@@ -1,7 +1,7 @@
 """Where a model's memory is, and moving it: parts, arenas, host buffers, copy lanes, residency, the ledger of bytes.
 
 What does not live here: when a role is needed (stages/), what its tensors mean (models/).
-May import: config, batch, algorithms, parallel, models.
+May import: config, batch, algorithms, parallel, models, and of medusa/ the shape of the heads.
 """
 
 from rlhf_mc.offload.host_plan import plan_residency

@@ -50,7 +50,7 @@ class Ledger:
         self._moved.append(Moved(Route(role, part, direction), num_bytes, copied))
 
     def visited(self, visit: Visit) -> None:
-        """A stage asked for parts of a role, or for an empty device."""
+        """A stage asked for parts of a role, of several, or for an empty device."""
         self._minimum.update(self._follower.follow(visit))
 
     def moved(self) -> dict[Route, int]:

@@ -1,19 +1,20 @@
 """The fewest bytes that must move, from sizes and from what stages ask for. Pure; no torch.
 
-The rules, for one role on the device at a time, with a host copy of every part but gradients:
+The rules, for a device that holds what the present visit claims, and a host copy of every part but gradients:
 - what a visit asks for and the visit before it left there is not loaded;
 - gradients are never moved: they are zero when an update starts;
 - 16-bit params that come together with their fp32 main params are not loaded: they are made from them;
 - what leaves goes to the host only if an update changed it since its last copy; a frozen role never does.
-Loading less would need a device that keeps a second role; storing less would lose an update.
+Loading less would need a device that keeps a role that nobody claims; storing less would lose an update.
 
 N params a rank, 16 bit, d data-parallel ranks: an iteration loads 4 x 2N of params and 2 x 12N/d of main params and moments,
 and stores 2 x 12N/d and 2 x 2N. With params shared out over the host copies of k ranks of a node, 2N becomes 2N/k.
+M params of draft heads add 12M/d to what is loaded and 12M/d + 2M to what is stored; frozen heads, a load of 2M.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -47,28 +48,57 @@ class Route(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """A stage's claim on the device: these parts of this role and nothing else. updates: an optimizer step was made.
+    """A stage's claim on the device: these parts of this role, those of other roles `beside` it, and nothing else.
 
-    EMPTY claims an empty device.
+    updates: an optimizer step of this role was made.  EMPTY claims an empty device.
     """
 
     role: Role | None
     parts: Part
     updates: bool = False
+    beside: Visit | None = None
+
+    def claims(self) -> Iterator[Visit]:
+        """The claim of each role; none where the device is to be empty."""
+        if self.role is not None:
+            yield self
+        if self.beside is not None:
+            yield from self.beside.claims()
+
+    def with_updates(self, roles: Collection[Role]) -> Visit:
+        """The same claims, known to have updated these roles and no others."""
+        beside = None if self.beside is None else self.beside.with_updates(roles)
+        return self._replace(updates=self.role in roles, beside=beside)
+
+    def wanted(self) -> set[tuple[Role, Part]]:
+        """All that is to be on the device."""
+        return {(claim.role, part) for claim in self.claims() for part in claim.parts}
 
 
 EMPTY = Visit(None, Part(0))
 
 
-def ppo_visits(actor: Role, critic: Role, frozen: Iterable[Role], actor_rests: bool = False) -> list[Visit]:
+def ppo_visits(
+    actor: Role,
+    critic: Role,
+    frozen: Iterable[Role],
+    actor_rests: bool = False,
+    heads: Role | None = None,
+    heads_train: bool = True,
+) -> list[Visit]:
     """One iteration of PPO: sync the weights, an empty device while the engine generates, score, train.
 
     frozen: the roles that only score, in that order.  actor_rests: the critic trains alone.
+    heads: the actor's draft heads, which are synced with it, and train with it where `heads_train`.
     The critic is scored last and trained first, the actor trained last and synced first: so each stays for its second visit.
     """
+    heads_sync = None if heads is None else Visit(heads, Part.PARAMS)
+    heads_update = None if heads is None or not heads_train else Visit(heads, TRAINING, updates=True)
     scoring = [Visit(role, Part.PARAMS) for role in (*frozen, actor, critic)]
-    training = [Visit(critic, TRAINING, updates=True)] + ([] if actor_rests else [Visit(actor, TRAINING, updates=True)])
-    return [Visit(actor, Part.PARAMS), EMPTY, *scoring, *training]
+    training = [Visit(critic, TRAINING, updates=True)]
+    if not actor_rests:
+        training.append(Visit(actor, TRAINING, updates=True, beside=heads_update))
+    return [Visit(actor, Part.PARAMS, beside=heads_sync), EMPTY, *scoring, *training]
 
 
 class Minimum:
@@ -81,16 +111,16 @@ class Minimum:
 
     def follow(self, visit: Visit) -> dict[Route, int]:
         """Bytes by route that must move so that the visit can be made."""
-        wanted = {(visit.role, part) for part in visit.parts}
+        wanted = visit.wanted()
         stored = (self._present - wanted) & self._changed
         loaded = {(role, part) for role, part in wanted - self._present if part is not Part.GRADS}
         self._changed -= stored
         self._present = wanted
-        if visit.updates:
-            self._changed |= {(role, part) for role, part in wanted if part is not Part.GRADS}
+        updated = {claim.role for claim in visit.claims() if claim.updates}
+        self._changed |= {(role, part) for role, part in wanted if role in updated and part is not Part.GRADS}
         moved = {Route(*key, "to_host"): self._sizes[key[0]].parts[key[1]] for key in stored}
         for role, part in loaded:
-            derived = self._sizes[role].derived if part is Part.PARAMS and Part.MAIN_PARAMS in visit.parts else 0
+            derived = self._sizes[role].derived if part is Part.PARAMS and (role, Part.MAIN_PARAMS) in wanted else 0
             moved[Route(role, part, "to_device")] = self._sizes[role].parts[part] - derived
         return {route: num_bytes for route, num_bytes in moved.items() if num_bytes}
 

@@ -18,7 +18,7 @@ from rlhf_mc.offload.parts import TRAINING, Part
 
 @dataclass(frozen=True)
 class ModelState:
-    """The arenas of each part of one role. A frozen role has PARAMS only; its other parts are empty.
+    """The arenas of each part of one role. A frozen role has PARAMS only; its other parts are empty, as all are where it has no weights.
 
     derived: keys of the arenas of PARAMS that hold nothing but 16-bit copies of main params.
     weights: the model's, listed once: to walk through its modules at every visit would take longer than a copy of some MiB.
@@ -64,6 +64,11 @@ class ModelState:
     def role(self) -> Role:
         """Whose state it is."""
         return self.model.role
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it has params that nothing trains."""
+        return self.model.optimizer is None and bool(self.weights)
 
     def num_bytes(self, part: Part) -> int:
         """Bytes of one part on this rank."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
 
+from rlhf_mc.models.role import Role
 from rlhf_mc.offload.arena import Arena
 from rlhf_mc.offload.holding import Holding, Piece
 from rlhf_mc.offload.lanes import Copied, lanes
@@ -37,11 +39,12 @@ class Mover:
         self._present_bytes = num_bytes
         self.peak_bytes = max(self.peak_bytes, num_bytes)
 
-    def swap(self, leaving: list[Holding], coming: list[Holding], limit_bytes: int, derive: bool = False) -> None:
+    def swap(self, leaving: list[Holding], coming: list[Holding], limit_bytes: int, derive: Collection[Role] = ()) -> None:
         """Sends `leaving` off the device and brings `coming`, within `limit_bytes`, which must be enough for the end state.
 
         Returns when all that leaves is off; what comes may still be in flight (Holding.in_flight).
-        `derive`: params that main params can give back get memory only; the caller fills it (ModelState.rebuild_params).
+        `derive`: of these roles, params that main params can give back get memory only; the caller fills it
+        (ModelState.rebuild_params).
         """
         for holding in leaving:
             holding.finish()
@@ -51,7 +54,7 @@ class Mover:
             if holding.resident:
                 self._queue_departure(holding)
         for holding in coming:
-            self._queue_arrival(holding, limit_bytes, derive)
+            self._queue_arrival(holding, limit_bytes, holding.role in derive)
         while self._departures:
             self._finish_departure()
 

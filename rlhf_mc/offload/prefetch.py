@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rlhf_mc.offload.minimum import Visit
-from rlhf_mc.offload.parts import Part
-
-if TYPE_CHECKING:
-    from rlhf_mc.models.role import Role
 
 
 class Prefetch:
@@ -19,12 +14,12 @@ class Prefetch:
         self._schedule = schedule
         self._place = -1
 
-    def after(self, role: Role, parts: Part) -> Visit | None:
+    def after(self, present: Visit) -> Visit | None:
         """The visit that follows this one; None where this one is not in the schedule."""
         count = len(self._schedule)
         for step in range(1, count + 1):
             visit = self._schedule[(self._place + step) % count]
-            if (visit.role, visit.parts) == (role, parts):
+            if visit.wanted() == present.wanted():
                 self._place = (self._place + step) % count
                 return self._schedule[(self._place + 1) % count]
         return None

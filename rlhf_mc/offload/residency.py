@@ -39,8 +39,9 @@ class ResidencyError(RuntimeError):
 class Residency:
     """The state machine of all roles' parts on this rank.
 
-    Each part is on the device or off it. `on_device` claims the device for some parts of one role: they come, all others
-    leave. Leaving the block moves nothing, so a role that the next block asks for again is still there, free of charge.
+    Each part is on the device or off it. `on_device` claims the device for some parts of one role, or of several: they come, all
+    others leave. Leaving the block moves nothing, so a role that the next block asks for again is still there, free of charge.
+    A role may hold nothing on this rank (draft heads, off the last pipeline stage): any part of it can be asked for then.
     `enabled` false: everything stays on the device, which must hold it; requests are still checked.
     """
 
@@ -67,6 +68,7 @@ class Residency:
         self._world = world
         self._budget = device_budget_bytes
         self._shared_by = shared_by
+        self._states: dict[Role, ModelState] = {}
         self._holdings: dict[tuple[Role, Part], Holding] = {}
         self._trace = trace
         self._mover = Mover(world.device, ledger, trace)
@@ -80,6 +82,7 @@ class Residency:
 
         So roles can be built one by one on a device that could not hold them all.
         """
+        self._states[state.role] = state
         new = [Holding.of(state, part, self.enabled, self._shared_by) for part in TRAINING if state.arenas[part]]
         self._holdings |= {(holding.role, holding.part): holding for holding in new}
         self._mover.present_bytes += sum(holding.num_bytes for holding in new)
@@ -88,39 +91,43 @@ class Residency:
         self.ledger.add_role(state.role, state.role_bytes().shared(self._shared_by.size() if self._shared_by else 1))
 
     @contextmanager
-    def on_device(self, role: Role, parts: Part, following: Visit | None = None) -> Iterator[Resident]:
+    def on_device(
+        self, role: Role, parts: Part, following: Visit | None = None, beside: Visit | None = None
+    ) -> Iterator[Resident]:
         """Inside, the device holds `parts` of `role`, and what is prefetched for the next visit. Gives the role's model.
 
         following: the next visit, where the caller knows better than the schedule.
+        beside: what the device must hold too, a Visit(role, parts) of another role; its `updates` is not read.
 
         Collective over the data-parallel group: params are put together there where they are shared, or made from main params.
         Raises ResidencyError for a request that cannot be met, before anything moves; and at the end, if memory is not
         where it should be.
         """
-        model = self._check_request(role, parts)
+        visit = Visit(role, parts, beside=beside)
+        self._check_request(visit)
         if self.enabled:
-            self._bring({(role, part) for part in parts})
-            scheduled = self._prefetch.after(role, parts)
+            self._bring(visit.wanted())
+            scheduled = self._prefetch.after(visit)
             self.expect(following or scheduled)
-        version = model.version
+        before = self._versions()
         self._claimed = role
         try:
-            yield model
+            yield self._states[role].model
         finally:
             self._claimed = None
         if self.enabled:
-            self.ledger.visited(Visit(role, parts, updates=model.version != version))
+            updated = self._versions().items() - before.items()
+            self.ledger.visited(visit.with_updates({updated_role for updated_role, _ in updated}))
         self.assert_as_expected()
 
     def expect(self, following: Visit | None) -> None:
         """Starts copies for a visit that will come, part by part, as long as they fit into the budget; without one, nothing."""
-        if not self.enabled or self._budget is None or following is None or following.role is None:
+        if not self.enabled or self._budget is None or following is None:
             return
-        state = self._holdings[following.role, Part.PARAMS].state
-        for part in _ORDER[:3]:
-            holding = self._holdings.get((following.role, part))
-            made_later = part is Part.PARAMS and Part.MAIN_PARAMS in following.parts and state.derived
-            if part not in following.parts or holding is None or holding.resident or made_later:
+        wanted = following.wanted()
+        for holding in self._in_order(wanted):
+            made_later = holding.part is Part.PARAMS and (holding.role, Part.MAIN_PARAMS) in wanted and holding.state.derived
+            if holding.resident or holding.part is Part.GRADS or made_later:
                 continue
             if self._mover.present_bytes + holding.num_bytes <= self._budget:
                 if self._trace is not None:
@@ -154,12 +161,12 @@ class Residency:
                     f"{holding.name} should be {where}, but {found} of its {holding.num_bytes} bytes are there; "
                     "something else than Residency freed or allocated it"
                 )
-        for state in {holding.role: holding.state for holding in self._holdings.values()}.values():
+        for state in self._states.values():
             state.check_wiring()
 
     def state(self, role: Role) -> ModelState:
         """The flat state of a role."""
-        return self._holdings[role, Part.PARAMS].state
+        return self._states[role]
 
     @property
     def resident_bytes(self) -> int:
@@ -189,24 +196,30 @@ class Residency:
     def _error(self, message: str) -> ResidencyError:
         return ResidencyError(f"{message}\n{self.table()}")
 
-    def _check_request(self, role: Role, parts: Part) -> Resident:
-        asked = f"on_device({role.value}, {parts.label})"
+    def _check_request(self, visit: Visit) -> None:
+        claims = list(visit.claims())
+        asked = f"on_device({' beside '.join(f'{claim.role.value}, {claim.parts.label}' for claim in claims)})"
         if self._claimed is not None:
             raise self._error(f"{asked}: {self._claimed.value} is in use; leave its `with` block first")
-        if (role, Part.PARAMS) not in self._holdings:
+        if len({claim.role for claim in claims}) < len(claims):
+            raise self._error(f"{asked}: a role is asked for twice; name it once, with all parts that are needed")
+        for claim in claims:
+            self._check_claim(asked, claim.role, claim.parts)
+        self._check_budget(asked, visit.wanted())
+
+    def _check_claim(self, asked: str, role: Role, parts: Part) -> None:
+        if role not in self._states:
             raise self._error(f"{asked}: no such role here")
-        model = self._holdings[role, Part.PARAMS].state.model
-        if model.optimizer is None and parts & ~Part.PARAMS:
+        state = self._states[role]
+        if state.is_frozen and parts & ~Part.PARAMS:
             raise self._error(f"{asked}: {role.value} is frozen and has params only; ask for Part.PARAMS")
         if parts & ~Part.PARAMS and not parts & Part.PARAMS:
             raise self._error(f"{asked}: these parts are of no use without params; add Part.PARAMS")
         if Part.OPTIMIZER in parts and Part.MAIN_PARAMS not in parts:
             raise self._error(f"{asked}: a step needs the main params too; add Part.MAIN_PARAMS, or ask for TRAINING")
-        self._check_budget(asked, role, parts)
-        return model
 
-    def _check_budget(self, asked: str, role: Role, parts: Part) -> None:
-        needed = sum(h.num_bytes for (r, p), h in self._holdings.items() if not self.enabled or (r == role and p in parts))
+    def _check_budget(self, asked: str, wanted: set[tuple[Role, Part]]) -> None:
+        needed = sum(holding.num_bytes for key, holding in self._holdings.items() if not self.enabled or key in wanted)
         if self._budget is not None and needed > self._budget:
             raise self._error(
                 f"{asked}: needs {readable(needed)} on the device, but the budget is {readable(self._budget)}; raise "
@@ -215,21 +228,28 @@ class Residency:
 
     def _bring(self, wanted: set[tuple[Role, Part]]) -> None:
         """Makes exactly `wanted` resident; compute that follows sees it."""
-        asked = sorted(wanted & self._holdings.keys(), key=lambda key: _ORDER.index(key[1]))
+        asked = self._in_order(wanted)
         leaving = [h for key, h in self._holdings.items() if h.resident and key not in wanted]
-        coming = [self._holdings[key] for key in asked if not self._holdings[key].resident]
+        coming = [h for h in asked if not h.resident]
         for holding in leaving:
             if holding.part is Part.GRADS and holding.state.model.accumulating:
                 raise self._error(
                     f"{holding.name}: gradients were accumulated and not used yet; call update() or zero_gradients() "
                     "before another role takes the device"
                 )
-        derive = any(part is Part.MAIN_PARAMS for _, part in wanted)
+        derive = {role for role, part in wanted if part is Part.MAIN_PARAMS}
         self._mover.swap(leaving, coming, self._swap_limit(leaving, coming), derive)
-        for holding in (self._holdings[key] for key in asked):
+        for holding in asked:
             holding.before_compute()
-            if derive and holding.part is Part.PARAMS and holding in coming and holding.state.derived:
+            if holding.role in derive and holding.part is Part.PARAMS and holding in coming and holding.state.derived:
                 holding.state.rebuild_params()
+
+    def _in_order(self, wanted: set[tuple[Role, Part]]) -> list[Holding]:
+        """Those of `wanted` that have memory here, in the order in which they come: alike on all ranks that hold the same."""
+        return [h for part in _ORDER for key, h in self._holdings.items() if key[1] is part and key in wanted]
+
+    def _versions(self) -> dict[Role, int]:
+        return {role: state.model.version for role, state in self._states.items()}
 
     def _swap_limit(self, leaving: list[Holding], coming: list[Holding]) -> int:
         """The larger of before and after, plus one bucket: so both directions flow at once, and a swap costs no more."""

@@ -1,4 +1,4 @@
-"""Bytes of each part of a role on one rank, from the model's shape and the layout. Pure; no torch.
+"""Bytes of each part of a role on one rank, from the shape of the model, or of its draft heads, and the layout. Pure; no torch.
 
 Follows the rules by which megatron-core 0.16 lays out its buffers and `arena.py` the rest, so that what is planned before
 launch, what the host must hold, and what the ledger counts are the same numbers.
@@ -7,9 +7,10 @@ launch, what the host must hold, and what the ledger counts are the same numbers
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from rlhf_mc.medusa.shape import HeadsShape
 from rlhf_mc.models.hf_config import ModelShape
 from rlhf_mc.offload.layout import ALIGNMENT, packed_bytes, round_up
 from rlhf_mc.offload.minimum import RoleBytes
@@ -30,6 +31,11 @@ class Place:
     data: int = 1
     data_rank: int = 0
 
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether it holds what comes after the layers."""
+        return self.stage == self.pipeline - 1
+
 
 @dataclass(frozen=True)
 class RoleKind:
@@ -40,6 +46,17 @@ class RoleKind:
     trained: bool
     dtype_bytes: int
     num_positions: int
+    distributed_optimizer: bool = True
+
+
+@dataclass(frozen=True)
+class HeadsKind:
+    """What of the draft heads decides their bytes. model: the shape of the actor.  dtype_bytes: of their params."""
+
+    shape: HeadsShape
+    model: ModelShape
+    trained: bool
+    dtype_bytes: int
     distributed_optimizer: bool = True
 
 
@@ -55,19 +72,28 @@ class Param:
 def params_of(kind: RoleKind, place: Place) -> list[Param]:
     """The params of one rank's shard, in the order of the module."""
     shape, t = kind.shape, place.tensor
-    first, last = place.stage == 0, place.stage == place.pipeline - 1
     shared = shape.tied and not kind.value_head and place.pipeline > 1
     vocabulary = shape.padded_vocab(t) // t * shape.hidden
-    params = [Param(vocabulary, kind.dtype_bytes, shared)] if first else []
+    params = [Param(vocabulary, kind.dtype_bytes, shared)] if place.stage == 0 else []
     for _ in range(shape.num_layers // place.pipeline):
         params += [Param(numel, kind.dtype_bytes) for numel in _layer_numels(shape, t)]
-    if last:
+    if place.is_last_stage:
         params.append(Param(shape.hidden, kind.dtype_bytes))
         if kind.value_head:
             params.append(Param(shape.hidden, _FP32))
         elif not shape.tied or shared:
             params.append(Param(vocabulary, kind.dtype_bytes, shared))
     return params
+
+
+def heads_params_of(kind: HeadsKind, place: Place) -> list[Param]:
+    """The params of one rank's shard of the draft heads, in the order of the module; none before the last pipeline stage."""
+    if not place.is_last_stage:
+        return []
+    heads, t = kind.shape, place.tensor
+    blocks = [heads.hidden // t * heads.hidden for _ in heads.block_names]
+    outputs = [kind.model.padded_vocab(t) // t * heads.hidden for _ in heads.output_names]
+    return [Param(numel, kind.dtype_bytes) for numel in blocks + outputs]
 
 
 def _layer_numels(shape: ModelShape, tensor: int) -> Iterator[int]:
@@ -127,15 +153,24 @@ def _distributed_buffer(params: Iterable[Param], place: Place) -> _Buffer:
 
 def role_bytes(kind: RoleKind, place: Place) -> RoleBytes:
     """Bytes of every part of a role on the rank at `place`, paddings included."""
-    by_dtype: dict[int, list[int]] = {}
-    for param in params_of(kind, place):
-        by_dtype.setdefault(param.dtype_bytes, []).append(param.numel)
     table = [kind.num_positions * kind.shape.head_dim] * 2
+    return _bytes_of(params_of(kind, place), table, kind, place)
+
+
+def heads_bytes(kind: HeadsKind, place: Place) -> RoleBytes:
+    """Bytes of every part of the draft heads on the rank at `place`, paddings included."""
+    return _bytes_of(heads_params_of(kind, place), [], kind, place)
+
+
+def _bytes_of(params: Sequence[Param], table: list[int], kind: RoleKind | HeadsKind, place: Place) -> RoleBytes:
+    """`table`: numels of the fp32 tensors beside the params, which nothing trains."""
+    by_dtype: dict[int, list[int]] = {}
+    for param in params:
+        by_dtype.setdefault(param.dtype_bytes, []).append(param.numel)
     if not kind.trained:
         by_dtype.setdefault(_FP32, []).extend(table)
         return RoleBytes(dict.fromkeys(TRAINING, 0) | {Part.PARAMS: sum(_packed(n, size, place) for size, n in by_dtype.items())})
     if kind.distributed_optimizer:
-        params = params_of(kind, place)
         buffers = {size: _distributed_buffer([p for p in params if p.dtype_bytes == size], place) for size in by_dtype}
         params_bytes = {size: size * buffer.numel for size, buffer in buffers.items()}
         other = _packed(table, _FP32, place)

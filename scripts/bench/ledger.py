@@ -39,9 +39,8 @@ def overrides(task: Path, output: Path, iterations: int) -> list[str]:
 
 def minimum_of_iterations(arguments: list[str], num_ranks: int) -> list[int]:
     """Bytes of rank 0 in each iteration, by the settings."""
-    from rlhf_mc.models.role import Role
-    from rlhf_mc.offload.host_plan import planned_bytes
-    from rlhf_mc.offload.minimum import minimum_bytes, ppo_visits
+    from rlhf_mc.offload.host_plan import planned_bytes, planned_visits
+    from rlhf_mc.offload.minimum import minimum_bytes
     from rlhf_mc.parallel.grids import TrainingGrid
     from rlhf_mc.stages.start import role_paths
 
@@ -52,7 +51,7 @@ def minimum_of_iterations(arguments: list[str], num_ranks: int) -> list[int]:
     visits, totals = [], [0]
     for iteration in range(settings.trainer.iterations):
         rests = iteration < settings.critic.warmup_iterations
-        visits += ppo_visits(Role.ACTOR, Role.CRITIC, [Role.REFERENCE, Role.REWARD], actor_rests=rests)
+        visits += planned_visits(settings, role_paths(settings), actor_rests=rests)
         totals.append(sum(minimum_bytes(sizes, visits).values()))
     return [after - before for before, after in zip(totals, totals[1:])]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,33 +11,48 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from models.on_ranks import make_role
-from offload.on_ranks import actor_and_critic, residency_of
+from offload.draft_heads import draft_heads
+from offload.on_ranks import HEADS, OPTIM, actor_and_critic, residency_of
 from offload.poison import poisoned
-from rlhf_mc.models.role import Role, RoleModel
-from rlhf_mc.offload import TRAINING, Part, Residency, ResidencyError
+from rlhf_mc.models.role import Resident, Role
+from rlhf_mc.offload import TRAINING, Part, Residency, ResidencyError, Visit
 from rlhf_mc.offload.minimum import Route
 from rlhf_mc.offload.neighbours import neighbours
 from rlhf_mc.parallel.world import World
 
-ROLES = (Role.ACTOR, Role.CRITIC, Role.REFERENCE)
+ROLES = (Role.ACTOR, Role.CRITIC, Role.REFERENCE, Role.MEDUSA)
 STORED = (Part.PARAMS, Part.MAIN_PARAMS, Part.OPTIMIZER)
 
 
 @dataclass(frozen=True)
 class Request:
-    """A visit, or an empty device where `role` is None. steps: updates made inside."""
+    """A visit, or an empty device where `role` is None. steps: updates of the role made inside."""
 
     role: Role | None
     parts: Part
     steps: int
+    beside: Request | None = None
+
+    def claims(self) -> Iterator[Request]:
+        """What is asked of each role."""
+        if self.role is not None:
+            yield self
+            if self.beside is not None:
+                yield self.beside
+
+    def keys(self) -> list[tuple[Role, Part]]:
+        """All that is asked for."""
+        return [(claim.role, part) for claim in self.claims() for part in claim.parts]
 
 
-REQUESTS = st.builds(
-    Request,
-    role=st.sampled_from((None, *ROLES)),
-    parts=st.one_of(st.sampled_from([Part.PARAMS, TRAINING]), st.sampled_from([Part(bits) for bits in range(16)])),
-    steps=st.integers(0, 2),
-)
+def requests(role: st.SearchStrategy[Role | None], beside: st.SearchStrategy[Request | None]) -> st.SearchStrategy[Request]:
+    """Of one role, and what is asked for beside it."""
+    parts = st.one_of(st.sampled_from([Part.PARAMS, TRAINING]), st.sampled_from([Part(bits) for bits in range(16)]))
+    return st.builds(Request, role=role, parts=parts, steps=st.integers(0, 2), beside=beside)
+
+
+HEADS_BESIDE = st.one_of(st.none(), requests(st.just(Role.MEDUSA), st.none()))
+REQUESTS = requests(st.sampled_from((None, *ROLES)), HEADS_BESIDE)
 
 
 class Expected:
@@ -75,15 +91,16 @@ class Expected:
 
     def follow(self, request: Request) -> dict[Route, int]:
         """Bytes that must move for this request."""
-        wanted = {(request.role, part) for part in request.parts} if request.role else set()
+        wanted = set(request.keys())
         moved = {Route(*key, "to_host"): self.copied(key) for key in self.present - wanted if key in self.changed}
         self.changed -= self.present - wanted
-        made = Part.MAIN_PARAMS in request.parts
-        moved |= {Route(*key, "to_device"): self.copied(key, made) for key in wanted - self.present if key[1] is not Part.GRADS}
+        made = {role for role, part in wanted if part is Part.MAIN_PARAMS}
+        loaded = {key for key in wanted - self.present if key[1] is not Part.GRADS}
+        moved |= {Route(*key, "to_device"): self.copied(key, made=key[0] in made) for key in loaded}
         self.present = wanted
         return {route: n for route, n in moved.items() if n}
 
-    def step(self, model: RoleModel) -> None:
+    def step(self, model: Resident) -> None:
         """What an update does: everything changes, and 16-bit params follow their main params."""
         state = self.residency.state(model.role)
         for _, _, tensor in state.tensors():
@@ -107,12 +124,18 @@ class Expected:
 
 def allowed(request: Request) -> bool:
     """The rules of requests, as a user knows them."""
-    extra = request.parts & ~Part.PARAMS
-    if request.role is Role.REFERENCE and extra:
+    claims = list(request.claims())
+    return len({claim.role for claim in claims}) == len(claims) and all(map(allowed_alone, claims))
+
+
+def allowed_alone(claim: Request) -> bool:
+    """The rules of what is asked of one role."""
+    extra = claim.parts & ~Part.PARAMS
+    if claim.role is Role.REFERENCE and extra:
         return False
-    if extra and Part.PARAMS not in request.parts:
+    if extra and Part.PARAMS not in claim.parts:
         return False
-    return Part.OPTIMIZER not in request.parts or Part.MAIN_PARAMS in request.parts
+    return Part.OPTIMIZER not in claim.parts or Part.MAIN_PARAMS in claim.parts
 
 
 def serve(residency: Residency, expected: Expected, request: Request) -> None:
@@ -122,7 +145,7 @@ def serve(residency: Residency, expected: Expected, request: Request) -> None:
         assert residency.ledger.moved() == expected.follow(request)
     elif not allowed(request):
         try:
-            with residency.on_device(request.role, request.parts):
+            with residency.on_device(request.role, request.parts, beside=visit_of(request.beside)):
                 raise AssertionError("a request against the rules was served")
         except ResidencyError:
             pass
@@ -136,17 +159,23 @@ def serve(residency: Residency, expected: Expected, request: Request) -> None:
 
 def visit(residency: Residency, expected: Expected, request: Request) -> None:
     """One visit with its updates; new gradients are zero."""
-    fresh_gradients = Part.GRADS in request.parts and (request.role, Part.GRADS) not in expected.present
-    with residency.on_device(request.role, request.parts) as model:
+    gradients = [key for key in request.keys() if key[1] is Part.GRADS]
+    fresh = [key for key in gradients if key not in expected.present]
+    with residency.on_device(request.role, request.parts, beside=visit_of(request.beside)) as model:
+        assert model.role is request.role
         assert residency.ledger.moved() == expected.follow(request)
         expected.check()
-        gradients = expected.tensors((request.role, Part.GRADS)) if Part.GRADS in request.parts else []
-        assert not fresh_gradients or not any(gradient.any() for gradient in gradients)
-        for gradient in gradients:
+        assert not any(gradient.any() for key in fresh for gradient in expected.tensors(key))
+        for gradient in (gradient for key in gradients for gradient in expected.tensors(key)):
             gradient.fill_(7)
-        if request.parts == TRAINING:
-            for _ in range(request.steps):
-                expected.step(model)
+        for claim in request.claims():
+            for _ in range(claim.steps if claim.parts == TRAINING else 0):
+                expected.step(residency.state(claim.role).model)
+
+
+def visit_of(claim: Request | None) -> Visit | None:
+    """The same claim as Residency takes it."""
+    return None if claim is None else Visit(claim.role, claim.parts)
 
 
 def random_requests(world: World, language: str, value: str, dtype: str, examples: int, share: bool = False) -> int:
@@ -154,9 +183,10 @@ def random_requests(world: World, language: str, value: str, dtype: str, example
     models = actor_and_critic(world, language, value, dtype, distributed=True)
     frozen = make_role(world, language, dtype=dtype)
     frozen.role = Role.REFERENCE
+    heads = draft_heads(models[0], HEADS, OPTIM)
     count = 0
     with poisoned(copy_seconds=2e-4):
-        residency = residency_of(world, [*models, frozen], shared_by=neighbours(world) if share else None)
+        residency = residency_of(world, [*models, frozen, heads], shared_by=neighbours(world) if share else None)
 
         @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
         @given(st.lists(REQUESTS, min_size=1, max_size=30))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from typing import Any
 
 import torch
@@ -10,24 +11,27 @@ from safetensors import safe_open
 from torch import Tensor
 
 from models.on_ranks import exported, make_role, train_step
+from offload.draft_heads import DraftHeads, draft_heads
 from offload.poison import poisoned
 from rlhf_mc.batch import SequenceBatch, offsets_of
-from rlhf_mc.config import ConfigError, MicroBatch, Offload, Optim, Parallel, Settings, Trainer
+from rlhf_mc.config import ConfigError, Medusa, MicroBatch, Offload, Optim, Parallel, Settings, Trainer
+from rlhf_mc.medusa.shape import HeadsShape
 from rlhf_mc.models.loss import Loss, LossSum
 from rlhf_mc.models.passes import accumulate_gradients, score, update, zero_gradients
 from rlhf_mc.models.optimizer import torch_optimizers
-from rlhf_mc.models.role import Role, RoleModel, build_role
-from rlhf_mc.offload import TRAINING, Ledger, ModelState, Part, Residency, ResidencyError
+from rlhf_mc.models.role import Resident, Role, RoleModel, build_role
+from rlhf_mc.offload import TRAINING, Ledger, ModelState, Part, Residency, ResidencyError, Visit
 from rlhf_mc.offload.arena import storage_key
-from rlhf_mc.offload.host_plan import host_needs, plan_residency, planned_bytes, refuse_small_host
+from rlhf_mc.offload.host_plan import host_needs, plan_residency, planned_bytes, planned_visits, refuse_small_host
 from rlhf_mc.offload.minimum import RoleBytes, ppo_visits
 from rlhf_mc.offload.neighbours import neighbours
 from rlhf_mc.offload.residue import residue
-from rlhf_mc.offload.sizes import Place, RoleKind, role_bytes
+from rlhf_mc.offload.sizes import HeadsKind, Place, RoleKind, heads_bytes, role_bytes
 from rlhf_mc.parallel.world import World, seed_everything
 from rlhf_mc.tracking import Trace
 
 OPTIM = Optim(lr=1e-3, weight_decay=0.1)
+HEADS = Medusa(enabled=True, num_heads=2)
 #: So small that every part has several storages.
 CHUNK_BYTES = 32 << 10
 
@@ -53,7 +57,7 @@ def actor_and_critic(world: World, language: str, value: str, dtype: str, distri
     ]
 
 
-def residency_of(world: World, models: list[RoleModel], **settings) -> Residency:
+def residency_of(world: World, models: list[Resident], **settings) -> Residency:
     """A residency over `models`, everything off the device."""
     return Residency(world, [ModelState.of(model, CHUNK_BYTES) for model in models], Ledger(), **settings)
 
@@ -61,22 +65,30 @@ def residency_of(world: World, models: list[RoleModel], **settings) -> Residency
 def trained(
     world: World, language: str, value: str, dtype: str, distributed: bool, steps: int, offload: bool, share: bool = False
 ) -> dict[str, Tensor]:
-    """Actor and critic take turns for `steps` steps; with `offload`, everything leaves between any two stages."""
+    """Actor (with draft heads beside it) and critic take turns for `steps` steps; with `offload`, all leaves between any two stages."""
     models = actor_and_critic(world, language, value, dtype, distributed)
-    residency = residency_of(world, models, enabled=offload, shared_by=neighbours(world) if share else None)
+    heads = draft_heads(models[0], HEADS, OPTIM, distributed)
+    shared_by = neighbours(world) if share else None
+    residency = residency_of(world, [*models, heads], enabled=offload, shared_by=shared_by)
+    beside = {Role.ACTOR: Visit(Role.MEDUSA, TRAINING)}
     results: dict[str, Tensor] = {}
     for step in range(steps):
         for model in models:
             with residency.on_device(model.role, Part.PARAMS):
                 results[f"{model.role.value} score {step}"] = score(model, BATCH, "predicted", MicroBatch())
-            with residency.on_device(model.role, TRAINING):
-                norm = one_step(model)
-                results[f"{model.role.value} norm {step}"] = torch.tensor(norm)
+            with residency.on_device(model.role, TRAINING, beside=beside.get(model.role)):
+                results[f"{model.role.value} norm {step}"] = torch.tensor(one_step(model))
+                if model.role in beside:
+                    results[f"medusa norm {step}"] = torch.tensor(one_step(heads))
             if step % 3 == 0:
                 residency.all_off()
-    for model in models:
+    moved = residency.ledger.moved()
+    assert moved == residency.ledger.minimum()
+    assert any(route.role is Role.MEDUSA for route in moved) == (offload and world.grid.is_last_stage)
+    for model in (*models, heads):
         with residency.on_device(model.role, TRAINING):
-            results |= {f"{model.role.value} {name}": tensor for name, tensor in exported(model).items()}
+            if isinstance(model, RoleModel):
+                results |= {f"{model.role.value} {name}": tensor for name, tensor in exported(model).items()}
             for part, what, tensor in residency.state(model.role).tensors():
                 if part is not Part.GRADS:
                     results[f"{model.role.value} {part.label} {what}"] = tensor.detach().clone()
@@ -92,8 +104,10 @@ def regress(model: RoleModel, batch: SequenceBatch) -> float:
     return update(model, 1e-3)
 
 
-def one_step(model: RoleModel) -> float:
-    """One training step of either role; the gradient norm."""
+def one_step(model: RoleModel | DraftHeads) -> float:
+    """One training step of any role; the gradient norm."""
+    if isinstance(model, DraftHeads):
+        return model.step()
     return train_step(model, BATCH, 1e-3) if model.head == "language" else regress(model, BATCH)
 
 
@@ -111,7 +125,7 @@ def compare_training(world: World, steps: int, share: bool, **arguments) -> list
 def measured_and_predicted_bytes(
     world: World, language: str, value: str, dtype: str, distributed: bool
 ) -> list[tuple[str, RoleBytes, RoleBytes]]:
-    """(role, bytes found, bytes predicted from config.json and the layout), for four roles of this rank."""
+    """(role, bytes found, bytes predicted from config.json and the layout), for four roles and all kinds of draft heads on this rank."""
     actor, critic = actor_and_critic(world, language, value, dtype, distributed)
     frozen = [make_role(world, language, "language", dtype=dtype), make_role(world, value, "value", dtype=dtype)]
     grid = world.grid
@@ -122,6 +136,13 @@ def measured_and_predicted_bytes(
         kind = RoleKind(model.shape, model.head == "value", trained, model.dtype.itemsize, model.table.cos.shape[0], distributed)
         found, predicted = ModelState.of(model).role_bytes(), role_bytes(kind, place)
         results.append((f"{model.role.value}, {'trained' if trained else 'frozen'}", found, predicted))
+    for shared_output, optim in itertools.product((True, False), (OPTIM, None)):
+        settings = Medusa(num_heads=3, num_layers=2, shared_output=shared_output)
+        heads = HeadsShape.of(settings, actor.shape)
+        kind = HeadsKind(heads, actor.shape, optim is not None, actor.dtype.itemsize, distributed)
+        found, predicted = ModelState.of(draft_heads(actor, settings, optim, distributed)).role_bytes(), heads_bytes(kind, place)
+        assert any(predicted.parts.values()) == grid.is_last_stage
+        results.append((f"{heads}, {'trained' if optim else 'frozen'}", found, predicted))
     return results
 
 
@@ -196,7 +217,8 @@ def refusals(world: World, language: str, value: str) -> dict[str, str]:
     models = actor_and_critic(world, language, value, "bf16", True)
     frozen = make_role(world, language, dtype="bf16")
     frozen.role = Role.REFERENCE
-    residency = residency_of(world, [*models, frozen], device_budget_bytes=500 << 10)
+    heads = draft_heads(models[0], Medusa(num_heads=48, shared_output=False))
+    residency = residency_of(world, [*models, frozen, heads], device_budget_bytes=500 << 10)
     actor = models[0]
     messages = {}
 
@@ -207,8 +229,8 @@ def refusals(world: World, language: str, value: str) -> dict[str, str]:
         except (ResidencyError, RuntimeError) as error:
             messages[name] = f"{type(error).__name__}: {error}"
 
-    def visit(role: Role, parts: Part, inside=lambda: None) -> None:
-        with residency.on_device(role, parts):
+    def visit(role: Role, parts: Part, inside=lambda: None, beside: Visit | None = None) -> None:
+        with residency.on_device(role, parts, beside=beside):
             inside()
 
     def accumulate() -> None:
@@ -220,6 +242,9 @@ def refusals(world: World, language: str, value: str) -> dict[str, str]:
     ask("no params", lambda: visit(Role.ACTOR, Part.GRADS))
     ask("no main params", lambda: visit(Role.ACTOR, Part.PARAMS | Part.GRADS | Part.OPTIMIZER))
     ask("budget", lambda: visit(Role.ACTOR, TRAINING))
+    ask("frozen beside", lambda: visit(Role.ACTOR, Part.PARAMS, beside=Visit(Role.MEDUSA, TRAINING)))
+    ask("twice", lambda: visit(Role.ACTOR, Part.PARAMS, beside=Visit(Role.ACTOR, Part.PARAMS)))
+    ask("budget of both", lambda: visit(Role.ACTOR, Part.PARAMS, beside=Visit(Role.MEDUSA, Part.PARAMS)))
     ask("score while off", lambda: score(actor, BATCH, "predicted", MicroBatch()))
     ask("save while off", lambda: actor.save("/nonexistent"))
     ask("update without main params", lambda: visit(Role.ACTOR, Part.PARAMS | Part.GRADS, lambda: update(actor, 1e-3)))
@@ -275,44 +300,48 @@ def saved_between_stages(world: World, language: str, value: str, target: str) -
 
 
 def swaps_by_schedule(world: World, language: str, value: str, room_for: int | None) -> dict[str, Any]:
-    """Three iterations of two roles by PPO's schedule, with a budget that has room for so many whole roles, or none.
+    """Three iterations of actor, draft heads and critic by PPO's schedule, with a budget that has room for so many visits, or none.
 
-    peak: most bytes of parts on the device at once.  role: bytes of the larger role.  bucket: of the largest storage.
+    peak: most bytes of parts on the device at once.  visit: bytes of the largest visit.  bucket: of the largest storage.
     early: parts that were on their way before they were asked for.  spans: name, track, seconds and arguments of each in the trace.
     """
     models = actor_and_critic(world, language, value, "bf16", True)
+    heads = draft_heads(models[0], HEADS, OPTIM)
     trace = Trace(num_iterations=1)
-    states = [ModelState.of(model, CHUNK_BYTES) for model in models]
-    role = max(sum(state.num_bytes(part) for part in TRAINING) for state in states)
-    storages = [arena.num_bytes for state in states for arenas in state.arenas.values() for arena in arenas]
-    budget = None if room_for is None else room_for * role
-    residency = Residency(world, states, Ledger(), device_budget_bytes=budget, schedule=ppo_visits(Role.ACTOR, Role.CRITIC, []), trace=trace)
+    states = {model.role: ModelState.of(model, CHUNK_BYTES) for model in (*models, heads)}
+    visits = ppo_visits(Role.ACTOR, Role.CRITIC, [], heads=Role.MEDUSA)
+    largest = max(sum(states[role].num_bytes(part) for role, part in visit.wanted()) for visit in visits)
+    storages = [arena.num_bytes for state in states.values() for arenas in state.arenas.values() for arena in arenas]
+    budget = None if room_for is None else room_for * largest
+    residency = Residency(world, states.values(), Ledger(), device_budget_bytes=budget, schedule=visits, trace=trace)
     trace.begin_iteration()
     residency._mover.peak_bytes = 0  # of the start, where each role is built on the device
     early: list[str] = []
     with poisoned(copy_seconds=1e-3):
-        for visit in ppo_visits(Role.ACTOR, Role.CRITIC, []) * 3:
+        for visit in visits * 3:
             if visit.role is None:
                 residency.all_off()
                 continue
             early += [holding.name for holding in residency._holdings.values() if holding.in_flight]
-            with residency.on_device(visit.role, visit.parts) as model:
-                if visit.updates:
-                    one_step(model)
+            with residency.on_device(visit.role, visit.parts, beside=visit.beside):
+                for claim in visit.claims():
+                    if claim.updates:
+                        one_step(states[claim.role].model)
     residency.all_off()
     moved, minimum = residency.ledger.moved(), residency.ledger.minimum()
     spans = [(span.name, span.track, span.end - span.start, dict(span.args)) for span in trace.iteration_spans()]
-    return dict(peak=residency.peak_bytes, role=role, bucket=max(storages), early=early, moved=moved, minimum=minimum, spans=spans)
+    return dict(peak=residency.peak_bytes, visit=largest, bucket=max(storages), early=early, moved=moved, minimum=minimum, spans=spans)
 
 
 def planned_settings(
     world: World, language: str, value: str, share: bool = False, mode: str = "ppo"
 ) -> tuple[Settings, dict[Role, str]]:
-    """Settings of a run with four roles, and their directories."""
+    """Settings of a run with four roles and draft heads, and the directories of the four."""
     settings = Settings(
         trainer=Trainer(mode=mode, device="cpu", dtype="bf16"),
         parallel=Parallel(world.grid.tensor, world.grid.pipeline),
         offload=Offload(share_host_copies=share),
+        medusa=HEADS,
     )
     return settings, {Role.ACTOR: language, Role.CRITIC: value, Role.REFERENCE: language, Role.REWARD: value}
 
@@ -320,7 +349,8 @@ def planned_settings(
 def small_host(world: World, language: str, value: str, available_bytes: int) -> str:
     """What is said where the host has `available_bytes` to give."""
     settings, paths = planned_settings(world, language, value)
-    needs = host_needs(planned_bytes(settings, paths, world.grid), 1, offload=True, on_cpu=True)
+    sizes, visits = planned_bytes(settings, paths, world.grid), planned_visits(settings, paths)
+    needs = host_needs(sizes, visits, 1, offload=True, on_cpu=True)
     try:
         refuse_small_host(world, needs, available_bytes)
     except ConfigError as error:
@@ -332,12 +362,15 @@ def planned_and_taken(world: World, language: str, value: str, share: bool, mode
     """Bytes of host copies on this rank: by the plan, and as the Residency has them once all roles are built."""
     settings, paths = planned_settings(world, language, value, share, mode)
     sharing = world.grid.data if share else 1
-    needs = host_needs(planned_bytes(settings, paths, world.grid), sharing, offload=True, on_cpu=False)
+    sizes, visits = planned_bytes(settings, paths, world.grid), planned_visits(settings, paths)
+    needs = host_needs(sizes, visits, sharing, offload=True, on_cpu=False)
     residency = plan_residency(settings, paths, world)
+    optim = OPTIM if settings.trainer.trains else None
     for role, path in paths.items():
-        optim = OPTIM if role in (Role.ACTOR, Role.CRITIC) and settings.trainer.trains else None
         head = "value" if role in (Role.CRITIC, Role.REWARD) else "language"
-        residency.adopt(ModelState.of(build_role(role, head, path, settings, world, optim)))
+        model = build_role(role, head, path, settings, world, optim if role in (Role.ACTOR, Role.CRITIC) else None)
+        residency.adopt(ModelState.of(model))
+    residency.adopt(ModelState.of(draft_heads(residency.state(Role.ACTOR).model, settings.medusa, optim)))
     assert residency.resident_bytes == 0
     return needs.total(), residency.host_bytes
 

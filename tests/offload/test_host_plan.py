@@ -13,8 +13,8 @@ def test_a_host_that_is_too_small_is_refused_on_every_rank(ranks, language_model
     message = messages[0]
     assert message.startswith("ConfigError: offload: the models need") and "which has 1.00 MiB to give" in message
     assert "offload.share_host_copies=true" in message
-    assert all(f"{role}: host copy" in message for role in ("actor", "critic", "reference", "reward_model"))
-    assert "while it trains" in message and "bytes of 2 ranks" in message
+    assert all(f"{role}: host copy" in message for role in ("actor", "critic", "reference", "reward_model", "medusa"))
+    assert "actor and medusa: while on the device" in message and "bytes of 2 ranks" in message
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(data=2), Layout(tensor=2)], ids=str)

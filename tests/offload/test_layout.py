@@ -34,13 +34,15 @@ def test_round_up():
 
 
 def test_the_schedule_goes_round_and_ignores_strangers():
-    actor, critic, training = Visit("actor", Part.PARAMS), Visit("critic", Part.PARAMS), Visit("critic", TRAINING, True)
+    actor, critic = Visit("actor", Part.PARAMS, beside=Visit("medusa", Part.PARAMS)), Visit("critic", Part.PARAMS)
+    training = Visit("critic", TRAINING, updates=True)
     prefetch = Prefetch([actor, EMPTY, critic, training])
-    assert prefetch.after("actor", Part.PARAMS) == EMPTY
-    assert prefetch.after("critic", Part.PARAMS) == training
-    assert prefetch.after("reward_model", Part.PARAMS) is None
-    assert prefetch.after("critic", TRAINING) == actor
-    assert Prefetch([]).after("actor", Part.PARAMS) is None
+    assert prefetch.after(actor) == EMPTY
+    assert prefetch.after(critic) == training
+    assert prefetch.after(Visit("reward_model", Part.PARAMS)) is None
+    assert prefetch.after(Visit("actor", Part.PARAMS)) is None, "without the role that is beside it in the schedule"
+    assert prefetch.after(Visit("critic", TRAINING)) == actor
+    assert Prefetch([]).after(critic) is None
 
 
 def test_bytes_and_tables_for_people():

@@ -47,9 +47,9 @@ def test_random_requests_follow_a_simple_model(ranks, models, layout, dtype, sha
         assert served > 100
 
 
-def test_a_swap_takes_no_more_than_the_larger_role_and_a_bucket(ranks, models):
+def test_a_swap_takes_no_more_than_the_larger_visit_and_a_bucket(ranks, models):
     (seen,) = ranks.run("offload.on_ranks:swaps_by_schedule", room_for=None, **models)
-    assert seen["role"] <= seen["peak"] <= seen["role"] + seen["bucket"]
+    assert seen["visit"] <= seen["peak"] <= seen["visit"] + seen["bucket"]
     assert seen["early"] == [] and seen["moved"] == seen["minimum"]
 
 
@@ -66,12 +66,13 @@ def test_the_trace_has_every_byte_that_the_ledger_has(ranks, models):
 
 
 @pytest.mark.parametrize("room_for", [1, 2])
-def test_the_next_role_is_prefetched_where_the_budget_has_room(ranks, models, room_for):
+def test_the_next_visit_is_prefetched_where_the_budget_has_room(ranks, models, room_for):
     (seen,) = ranks.run("offload.on_ranks:swaps_by_schedule", room_for=room_for, **models)
-    assert seen["peak"] <= room_for * seen["role"]
+    assert seen["peak"] <= room_for * seen["visit"]
     assert seen["moved"] == seen["minimum"]
     # The actor's moments, while the critic trains, need the room of both; params in scoring always fit.
     assert ("actor optimizer" in seen["early"]) == (room_for == 2)
+    assert room_for == 1 or {"medusa main_params", "medusa optimizer"} <= set(seen["early"])
     assert "critic params" in seen["early"]
 
 
@@ -81,6 +82,9 @@ REFUSALS = {
     "no params": ("ResidencyError", "no use without params; add Part.PARAMS"),
     "no main params": ("ResidencyError", "a step needs the main params too; add Part.MAIN_PARAMS"),
     "budget": ("ResidencyError", "on the device, but the budget is 500 KiB"),
+    "frozen beside": ("ResidencyError", "medusa is frozen and has params only; ask for Part.PARAMS"),
+    "twice": ("ResidencyError", "a role is asked for twice; name it once"),
+    "budget of both": ("ResidencyError", "(actor, params beside medusa, params): needs 613 KiB on the device, but the budget is 500 KiB"),
     "score while off": ("RuntimeError", "actor: not on the device: params"),
     "save while off": ("RuntimeError", "with residency.on_device(Role.ACTOR, ...)"),
     "update without main params": ("RuntimeError", "actor: not on the device: optimizer"),
