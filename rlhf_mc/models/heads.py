@@ -66,7 +66,8 @@ def token_logprobs(decoder: Decoder, shape: ModelShape, hidden: Tensor, packed: 
     weight = weight if real_rows == weight.size(0) else weight[:real_rows]
     rows = hidden.squeeze(1).index_select(0, packed.rows)
     banned = Banned(packed.answer_numbers < sampling.min_tokens, sampling.stop_token_ids) if sampling.min_tokens else None
-    return TokenLogprobs(*vocabulary_parallel_logprobs(rows, weight, packed.targets, first_row, sampling.temperature, group, banned))
+    answers = vocabulary_parallel_logprobs(rows, weight, packed.targets, first_row, sampling.temperature, group, banned)
+    return TokenLogprobs(answers.logprobs, answers.entropy)
 
 
 def token_values(decoder: Decoder, hidden: Tensor, packed: PackedMicrobatch) -> Tensor:
