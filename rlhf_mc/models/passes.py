@@ -18,7 +18,7 @@ from rlhf_mc.config import MicroBatch
 from rlhf_mc.models.heads import PLAIN, Sampling, TokenLogprobs
 from rlhf_mc.models.loss import Loss
 from rlhf_mc.models.optimizer import step_optimizer
-from rlhf_mc.models.role import RoleModel
+from rlhf_mc.models.role import Resident, RoleModel
 from rlhf_mc.parallel.megatron_cpu import show_cpu_to_megatron
 from rlhf_mc.parallel.microbatches import plan_microbatches
 from rlhf_mc.parallel.packing import Asked, PackedBatch, PackedMicrobatch
@@ -129,7 +129,7 @@ def accumulate_gradients(
     return dict(zip(names, model.world.sum_over_ranks(totals).tolist()))
 
 
-def zero_gradients(model: RoleModel) -> None:
+def zero_gradients(model: Resident) -> None:
     """Empties the gradient buckets; call before the first accumulate_gradients of an update."""
     model.check_present("gradients")
     model.ddp.zero_grad_buffer()
