@@ -36,7 +36,7 @@ def samples_of_steps(num_samples: int, steps: int, seed: int, iteration: int) ->
     return [order[step::steps] for step in range(min(steps, num_samples))]
 
 
-def _within(samples: Sequence[int], num_rows: Sequence[int], step_tokens: int) -> list[int]:
+def first_within(samples: Sequence[int], num_rows: Sequence[int], step_tokens: int) -> list[int]:
     """The first of `samples` whose rows together are at most `step_tokens`; the first with rows in any case, for there must be one."""
     chosen: list[int] = []
     total = 0
@@ -93,7 +93,7 @@ def train_heads(drafter: DraftModel, actor: RoleModel, hidden: HiddenStates, set
     sums = dict.fromkeys(sum_names(drafter.shape.num_heads), 0.0)
     grad_norms: list[float] = []
     for step, dealt in enumerate(samples_of_steps(hidden.num_samples, section.steps, settings.trainer.seed, iteration)):
-        samples = _within(dealt, num_rows, section.step_tokens)
+        samples = first_within(dealt, num_rows, section.step_tokens)
         lr = lr_at(iteration * section.steps + step, settings.trainer.iterations * section.steps, section.optim)
         counts = census[samples, 1:].sum(dim=0)
         of_step, grad_norm = step_heads(drafter, actor, hidden, samples, counts, section.loss_decay, lr)
