@@ -55,18 +55,43 @@ class ValueHead(nn.Module):
         return F.linear(hidden.float(), self.weight).flatten()
 
 
-def token_logprobs(decoder: Decoder, shape: ModelShape, hidden: Tensor, packed: PackedMicrobatch, sampling: Sampling) -> TokenLogprobs:
-    """Collective over the tensor-parallel group. Of the packed targets, from the decoder's hidden states [T', 1, H]."""
-    group = decoder.pg_collection.tp
+@dataclass(frozen=True)
+class OutputRows:
+    """weight [rows, H]: a tensor rank's rows of an output layer, without padding (may be empty).  first: vocabulary row of the first."""
+
+    weight: Tensor
+    first: int
+
+    @staticmethod
+    def of(padded: Tensor, vocab: int, tensor_rank: int) -> OutputRows:
+        """What of `padded`, a tensor rank's rows [V_padded/t, H], are rows of tokens."""
+        first = tensor_rank * padded.size(0)
+        real_rows = min(padded.size(0), max(0, vocab - first))
+        return OutputRows(padded if real_rows == padded.size(0) else padded[:real_rows], first)
+
+
+def padded_output_weight(decoder: Decoder) -> Tensor:
+    """[V_padded/t, H], the output layer's weight on the last pipeline stage: the parameter itself, tied or not."""
+    return decoder.shared_embedding_or_output_weight() if decoder.share_embeddings_and_output_weights else decoder.output_layer.weight
+
+
+def answer_rows(decoder: Decoder, hidden: Tensor, packed: PackedMicrobatch) -> Tensor:
+    """Collective over the tensor-parallel group. [n, H], of the hidden states [T', 1, H] those that answer, whole on every tensor rank.
+
+    A rank's gradient of them is its part, to be summed over the group: the backward of this does so.
+    """
     if decoder.config.sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, group=group)
-    weight = decoder.shared_embedding_or_output_weight() if decoder.share_embeddings_and_output_weights else decoder.output_layer.weight
-    first_row = group.rank() * weight.size(0)
-    real_rows = min(weight.size(0), max(0, shape.vocab - first_row))
-    weight = weight if real_rows == weight.size(0) else weight[:real_rows]
-    rows = hidden.squeeze(1).index_select(0, packed.rows)
+        hidden = gather_from_sequence_parallel_region(hidden, group=decoder.pg_collection.tp)
+    return hidden.squeeze(1).index_select(0, packed.rows)
+
+
+def token_logprobs(decoder: Decoder, shape: ModelShape, rows: Tensor, packed: PackedMicrobatch, sampling: Sampling) -> TokenLogprobs:
+    """Collective over the tensor-parallel group. Of the packed targets, from `answer_rows` [n, H]."""
+    group = decoder.pg_collection.tp
+    output = OutputRows.of(padded_output_weight(decoder), shape.vocab, group.rank())
     banned = Banned(packed.answer_numbers < sampling.min_tokens, sampling.stop_token_ids) if sampling.min_tokens else None
-    return TokenLogprobs(*vocabulary_parallel_logprobs(rows, weight, packed.targets, first_row, sampling.temperature, group, banned))
+    answers = vocabulary_parallel_logprobs(rows, output.weight, packed.targets, output.first, sampling.temperature, group, banned)
+    return TokenLogprobs(answers.logprobs, answers.entropy)
 
 
 def token_values(decoder: Decoder, hidden: Tensor, packed: PackedMicrobatch) -> Tensor:

@@ -16,12 +16,15 @@ from torch import Tensor, nn
 
 from rlhf_mc.config import ConfigError
 from rlhf_mc.models.hf_config import ModelShape
-from rlhf_mc.models.weight_layout import Shard, hf_shapes, pieces_of
-from rlhf_mc.parallel.reshard import Piece
+from rlhf_mc.models.weight_layout import OUTPUT, Shard, hf_shapes, pieces_of
+from rlhf_mc.parallel.reshard import Piece, Shapes
 from rlhf_mc.parallel.world import World
 
 _BUCKET_BYTES = 64 << 20
 _FILE_BYTES = 4 << 30
+
+# For each rank of the model group, in its order, the pieces that it exports, by the whole tensor's name.
+Owned = list[dict[str, list[Piece]]]
 
 
 class _Checkpoint:
@@ -87,7 +90,7 @@ def load_hf_weights(module: nn.Module, shape: ModelShape, shard: Shard, director
             target.narrow(piece.dim, piece.start, piece.length).copy_(checkpoint.read(piece, shapes[piece.name]))
 
 
-def _buckets(shapes: dict[str, tuple[int, ...]], element_bytes: int) -> Iterator[list[str]]:
+def _buckets(shapes: Shapes, element_bytes: int) -> Iterator[list[str]]:
     bucket: list[str] = []
     size = 0
     for name, dims in shapes.items():
@@ -109,11 +112,10 @@ def _size(piece: Piece, dims: tuple[int, ...]) -> torch.Size:
 
 
 def _gather_bucket(
-    names: list[str], shapes: dict[str, tuple[int, ...]], params: dict[str, Tensor], owned: list[dict[str, list[Piece]]], world: World
+    names: list[str], shapes: Shapes, params: dict[str, Tensor], owned: Owned, dtype: torch.dtype, world: World
 ) -> dict[str, Tensor]:
     """Collective over the model group. Whole tensors of one bucket, from what each rank of the group owns of them."""
     sizes = [sum(_size(p, shapes[n]).numel() for n in names for p in pieces.get(n, ())) for pieces in owned]
-    dtype = next(iter(params.values())).dtype
     mine = torch.zeros(max(sizes), dtype=dtype, device=world.device)
     place = 0
     for name in names:
@@ -136,7 +138,19 @@ def _gather_bucket(
     return whole
 
 
-def _owned_pieces(shape: ModelShape, world: World, value_head: bool) -> list[dict[str, list[Piece]]]:
+def gather_tensors(
+    shapes: Shapes, params: dict[str, Tensor], owned: Owned, dtype: torch.dtype, world: World
+) -> Iterator[tuple[str, Tensor]]:
+    """Collective over the model group: every rank must take every item. (name, whole tensor on the device), in the order of `shapes`.
+
+    params: this rank's shards, by the pieces' `param`; may lack what the rank does not own.  dtype: of all of them.
+    The tensors are good until the next item is taken.
+    """
+    for names in _buckets(shapes, dtype.itemsize):
+        yield from _gather_bucket(names, shapes, params, owned, dtype, world).items()
+
+
+def _owned_pieces(shape: ModelShape, world: World, value_head: bool) -> Owned:
     """For each rank of the model group, in its order, the pieces that it exports, by Hugging Face name.
 
     A tensor that is whole on every tensor rank (norms, value head) is exported by tensor rank 0 only.
@@ -163,18 +177,10 @@ def export_hf_weights(module: nn.Module, shape: ModelShape, world: World, value_
     shapes = hf_shapes(shape, value_head)
     owned = _owned_pieces(shape, world, value_head)
     head = {"score.weight": shapes.pop("score.weight")} if value_head else {}
-    body = {name: p for name, p in params.items() if not (value_head and name == "output_layer.weight")}
-    element_bytes = next(iter(body.values())).element_size()
-    for names in _buckets(shapes, element_bytes):
-        yield from _gather_bucket(names, shapes, body, owned, world).items()
+    body_dtype = next(param.dtype for name, param in params.items() if not (value_head and name == OUTPUT))
+    yield from gather_tensors(shapes, params, owned, body_dtype, world)
     if head:
-        yield from _gather_bucket(["score.weight"], head, {"output_layer.weight": _head_or_empty(params, head, world)}, owned, world).items()
-
-
-def _head_or_empty(params: dict[str, Tensor], head: dict[str, tuple[int, ...]], world: World) -> Tensor:
-    if "output_layer.weight" in params:
-        return params["output_layer.weight"]
-    return torch.empty(head["score.weight"], dtype=torch.float32, device=world.device)
+        yield from gather_tensors(head, params, owned, torch.float32, world)
 
 
 def save_hf_directory(

@@ -23,10 +23,17 @@ class LossSum:
     loss: Tensor
     sums: dict[str, Tensor]
 
+    def plus(self, other: LossSum) -> LossSum:
+        """Both losses, with the sums of both; their names must differ."""
+        return LossSum(self.loss + other.loss, self.sums | other.sums)
+
 
 @dataclass(frozen=True)
 class Loss:
-    """of: the LossSum of one micro-batch's answers.  names: of its sums, known on every rank, also on those without a head."""
+    """of: the LossSum of one micro-batch's answers.  names: of its sums, known on every rank, also on those without a head.
+
+    Of a loss beside the model's own, `of` takes the rows [n, H] that the language head reads, in place of its answers.
+    """
 
     names: tuple[str, ...]
     of: Callable[[TokenLogprobs | Tensor, PackedMicrobatch], LossSum]

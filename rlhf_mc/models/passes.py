@@ -18,7 +18,7 @@ from rlhf_mc.config import MicroBatch
 from rlhf_mc.models.heads import PLAIN, Sampling, TokenLogprobs
 from rlhf_mc.models.loss import Loss
 from rlhf_mc.models.optimizer import step_optimizer
-from rlhf_mc.models.role import RoleModel
+from rlhf_mc.models.role import Resident, RoleModel
 from rlhf_mc.parallel.megatron_cpu import show_cpu_to_megatron
 from rlhf_mc.parallel.microbatches import plan_microbatches
 from rlhf_mc.parallel.packing import Asked, PackedBatch, PackedMicrobatch
@@ -54,8 +54,18 @@ def _run_schedule(model: RoleModel, microbatches: list[PackedMicrobatch], loss: 
     )
 
 
-def score(model: RoleModel, batch: SequenceBatch, asked: Asked, budget: MicroBatch, sampling: Sampling = PLAIN) -> Tensor:
+def score(
+    model: RoleModel,
+    batch: SequenceBatch,
+    asked: Asked,
+    budget: MicroBatch,
+    sampling: Sampling = PLAIN,
+    hand_over: Callable[[Tensor, PackedMicrobatch], None] | None = None,
+) -> Tensor:
     """Collective over all ranks. Forward only, no gradients: float32 on the host, the same on every rank.
+
+    `hand_over` (language head) gets the rows [n, H] that the head reads of each micro-batch that is not a fill, on every rank
+    of the last stage; they are good until it returns.
 
     asked predicted: [number of tokens in loss_mask], log-probs of those tokens (language head) or values before them (value head).
     asked last: [B], the value head at each sequence's last token.
@@ -66,10 +76,13 @@ def score(model: RoleModel, batch: SequenceBatch, asked: Asked, budget: MicroBat
     result = torch.zeros(packed.num_answers, dtype=torch.float32)
 
     def collect(hidden: Tensor, microbatch: PackedMicrobatch):
-        answers = model.answers(hidden, microbatch, sampling)
+        head_input = model.head_input(hidden, microbatch)
+        answers = model.answers(head_input, microbatch, sampling)
         numbers = answers.logprobs if isinstance(answers, TokenLogprobs) else answers
         if speaks and not microbatch.fill:
             result[microbatch.slots] = numbers.float().cpu()
+        if hand_over is not None and not microbatch.fill:
+            hand_over(head_input, microbatch)
         return hidden.new_zeros(()), {}
 
     with torch.no_grad():
@@ -85,21 +98,27 @@ def accumulate_gradients(
     loss: Loss,
     sampling: Sampling = PLAIN,
     together: int = 1,
+    beside: Loss | None = None,
 ) -> dict[str, float]:
     """Collective over all ranks. Forward and backward of `batch`; gradients are added to what the buckets hold, not yet summed over ranks.
 
     `loss` sees each micro-batch's answers; a fill is weighed 0 here. `together` neighbouring sequences (the two of a pair)
-    always share a micro-batch. Returns the sums over all micro-batches of all ranks.
+    always share a micro-batch. `beside` is a second loss, of the rows [n, H] that the language head reads; its gradient
+    reaches the model too. Returns the sums of both over all micro-batches of all ranks.
     """
     model.check_present("params", "gradients")
     microbatches, _ = _microbatches(model, batch, asked, budget, together)
-    totals = torch.zeros(len(loss.names), dtype=torch.float64)
+    names = loss.names + (() if beside is None else beside.names)
+    totals = torch.zeros(len(names), dtype=torch.float64)
 
     def weighed_loss(hidden: Tensor, microbatch: PackedMicrobatch):
-        part = loss.of(model.answers(hidden, microbatch, sampling), microbatch)
+        head_input = model.head_input(hidden, microbatch)
+        part = loss.of(model.answers(head_input, microbatch, sampling), microbatch)
+        if beside is not None:
+            part = part.plus(beside.of(head_input, microbatch))
         counts = model.world.grid.speaks and not microbatch.fill
         if counts:
-            totals.add_(torch.stack([part.sums[name].detach().double() for name in loss.names]).cpu())
+            totals.add_(torch.stack([part.sums[name].detach().double() for name in names]).cpu())
         return part.loss * float(not microbatch.fill), torch.tensor(1, dtype=torch.int, device=hidden.device), {}
 
     config = model.decoder.config
@@ -107,10 +126,10 @@ def accumulate_gradients(
     config.grad_scale_func = model.optimizer.scale_loss
     model.accumulating = True
     _run_schedule(model, microbatches, weighed_loss, forward_only=False)
-    return dict(zip(loss.names, model.world.sum_over_ranks(totals).tolist()))
+    return dict(zip(names, model.world.sum_over_ranks(totals).tolist()))
 
 
-def zero_gradients(model: RoleModel) -> None:
+def zero_gradients(model: Resident) -> None:
     """Empties the gradient buckets; call before the first accumulate_gradients of an update."""
     model.check_present("gradients")
     model.ddp.zero_grad_buffer()

@@ -13,7 +13,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from rlhf_mc.config import Optim, Settings
-from rlhf_mc.models.heads import Sampling, TokenLogprobs, ValueHead, token_logprobs, token_values
+from rlhf_mc.models.heads import Sampling, TokenLogprobs, ValueHead, answer_rows, token_logprobs, token_values
 from rlhf_mc.models.hf_config import ModelShape, read_shape
 from rlhf_mc.models.hf_weights import export_hf_weights, load_hf_weights, save_hf_directory
 from rlhf_mc.models.optimizer import build_optimizer, torch_optimizers, wrap_for_training
@@ -108,11 +108,18 @@ class RoleModel(Resident):
         """Precision of the params (a value head is in fp32 always)."""
         return self.decoder.config.params_dtype
 
-    def answers(self, hidden: Tensor, packed: PackedMicrobatch, sampling: Sampling) -> TokenLogprobs | Tensor:
+    def head_input(self, hidden: Tensor, packed: PackedMicrobatch) -> Tensor:
+        """Collective over the tensor-parallel group. What the head reads of the hidden states [T', 1, H].
+
+        A language head reads the rows that answer, [n, H], whole on every tensor rank; a value head the states as they are.
+        """
+        return hidden if self.head == "value" else answer_rows(self.decoder, hidden, packed)
+
+    def answers(self, head_input: Tensor, packed: PackedMicrobatch, sampling: Sampling) -> TokenLogprobs | Tensor:
         """Collective over the tensor-parallel group. What the head says at the asked rows: TokenLogprobs, or values float32[n]."""
         if self.head == "value":
-            return token_values(self.decoder, hidden, packed)
-        return token_logprobs(self.decoder, self.shape, hidden, packed, sampling)
+            return token_values(self.decoder, head_input, packed)
+        return token_logprobs(self.decoder, self.shape, head_input, packed, sampling)
 
     def export(self):
         """Collective over the model group: every rank must take every item. (Hugging Face name, whole tensor)."""

@@ -1,4 +1,4 @@
-"""Log-probs and entropy over a vocabulary that is split over the tensor-parallel ranks, from hidden states.
+"""Log-probs, entropy and top-1 hits over a vocabulary that is split over the tensor-parallel ranks, from hidden states.
 
 The logits exist one chunk of tokens at a time, in forward and in backward; what crosses ranks is four numbers a token.
 """
@@ -6,6 +6,7 @@ The logits exist one chunk of tokens at a time, in forward and in backward; what
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,17 @@ class Banned:
 
     positions: Tensor
     tokens: tuple[int, ...]
+
+
+class TargetStatistics(NamedTuple):
+    """logprobs: float32[n] of the targets.  entropy: float32[n] of the distributions.  hits: bool[n], no token is likelier than the target.
+
+    Float64 for float64 input. hits has no gradient.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    hits: Tensor
 
 
 @dataclass(frozen=True)
@@ -80,7 +92,7 @@ def _combine(statistics: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _VocabularyParallelLogProbs(torch.autograd.Function):
-    """(log-prob of the target, entropy), both [n], with a backward that computes the logits again by chunks."""
+    """(log-prob of the target, entropy, hit), each [n], with a backward that computes the logits again by chunks."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, banned: Tensor | None, scope: _Scope):
@@ -94,10 +106,12 @@ class _VocabularyParallelLogProbs(torch.autograd.Function):
         mean_logit = weighted / mass
         ctx.save_for_backward(hidden, weight, rows, present, log_normaliser, mean_logit, banned)
         ctx.scope = scope
-        return target - log_normaliser, log_normaliser - mean_logit
+        hits = target >= top
+        ctx.mark_non_differentiable(hits)
+        return target - log_normaliser, log_normaliser - mean_logit, hits
 
     @staticmethod
-    def backward(ctx, grad_logprob: Tensor, grad_entropy: Tensor):
+    def backward(ctx, grad_logprob: Tensor, grad_entropy: Tensor, _: Tensor | None):
         hidden, weight, rows, present, log_normaliser, mean_logit, banned = ctx.saved_tensors
         if weight.size(0) == 0:
             return torch.zeros_like(hidden), torch.zeros_like(weight), None, None, None
@@ -132,13 +146,13 @@ def vocabulary_parallel_logprobs(
     temperature: float,
     group: dist.ProcessGroup,
     banned: Banned | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Collective over `group` (tensor-parallel). Log-prob of each target and entropy of each distribution.
+) -> TargetStatistics:
+    """Collective over `group` (tensor-parallel). Log-prob of each target, entropy of each distribution, and whether the target is its top.
 
     hidden [n, H], the same on all ranks of the group; its gradient is this rank's part, to be summed over the group.
     weight [rows, H]: this rank's rows of the output layer from vocabulary row `first_row`, without padding (may be empty).
     targets int64[n].  temperature divides the logits.  banned: tokens that could not be drawn at some positions.
-    Returns float32[n], float32[n] (float64 for float64 input).
     """
     scope = _Scope(first_row, temperature, group, () if banned is None else banned.tokens)
-    return _VocabularyParallelLogProbs.apply(hidden, weight, targets, None if banned is None else banned.positions, scope)
+    positions = None if banned is None else banned.positions
+    return TargetStatistics(*_VocabularyParallelLogProbs.apply(hidden, weight, targets, positions, scope))

@@ -18,12 +18,12 @@ from rlhf_mc.parallel.world import World
 def sharded_logprobs(
     world: World, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, first_rows: list[int], slopes: Tensor
 ) -> tuple[Tensor, ...]:
-    """Log-probs and entropy with rank r holding the rows from first_rows[r]; then the gradients of slopes . (both)."""
+    """Log-probs, entropy, hits with rank r holding the rows from first_rows[r]; then the gradients of slopes . (the first two)."""
     rank = world.tensor_group.rank()
     hidden = hidden.clone().requires_grad_()
     shard = weight[first_rows[rank] : first_rows[rank + 1]].clone().requires_grad_()
     answers = vocabulary_parallel_logprobs(hidden, shard, targets, first_rows[rank], temperature, world.tensor_group)
-    (slopes * torch.stack(answers)).sum().backward()
+    (slopes * torch.stack(answers[:2])).sum().backward()
     return *(answer.detach() for answer in answers), hidden.grad, shard.grad
 
 

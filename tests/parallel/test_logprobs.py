@@ -1,4 +1,4 @@
-"""Vocabulary-parallel log-probs and entropy against plain autograd in float64."""
+"""Vocabulary-parallel log-probs, entropy and top-1 hits against plain autograd in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ranks import Layout, RankPool
 from torch import Tensor
 
 from rlhf_mc.parallel import logprobs
-from rlhf_mc.parallel.logprobs import Banned, vocabulary_parallel_logprobs
+from rlhf_mc.parallel.logprobs import Banned, TargetStatistics, vocabulary_parallel_logprobs
 
 NUM_TOKENS, HIDDEN, VOCAB, TEMPERATURE = 5, 4, 7, 0.7
 
@@ -25,14 +25,14 @@ def alone() -> Iterator[dist.ProcessGroup]:
 
 
 def random_inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden [n, H], weight [V, H], targets [n]; the targets hold the first and the last word."""
+    """hidden [n, H], weight [V, H], targets [n]; the targets hold the first word, which is the likeliest, and the last."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(NUM_TOKENS, HIDDEN, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     weight = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     return hidden, weight, torch.tensor([0, 6, 3, 3, 2])
 
 
-def reference(hidden: Tensor, weight: Tensor, targets: Tensor, banned: Banned | None = None) -> tuple[Tensor, Tensor]:
+def reference(hidden: Tensor, weight: Tensor, targets: Tensor, banned: Banned | None = None) -> TargetStatistics:
     """The same by log_softmax over whole logits."""
     logits = hidden @ weight.T / TEMPERATURE
     if banned is not None:
@@ -40,13 +40,14 @@ def reference(hidden: Tensor, weight: Tensor, targets: Tensor, banned: Banned | 
         gone[:, list(banned.tokens)] = banned.positions[:, None]
         logits = logits.masked_fill(gone, -1e30)
     all_logprobs = logits.log_softmax(-1)
-    return all_logprobs.gather(1, targets[:, None]).squeeze(1), -(all_logprobs.exp() * all_logprobs).sum(-1)
+    logprobs, entropy = all_logprobs.gather(1, targets[:, None]).squeeze(1), -(all_logprobs.exp() * all_logprobs).sum(-1)
+    return TargetStatistics(logprobs, entropy, logits.argmax(-1) == targets)
 
 
-def gradients(answers: tuple[Tensor, Tensor], *of: Tensor) -> tuple[Tensor, ...]:
+def gradients(answers: TargetStatistics, *of: Tensor) -> tuple[Tensor, ...]:
     """Of a sum of log-probs and entropies, each with a slope of its own."""
     slopes = torch.arange(1.0, 2 * NUM_TOKENS + 1, dtype=answers[0].dtype).view(2, NUM_TOKENS)
-    return torch.autograd.grad((slopes * torch.stack(answers)).sum(), of)
+    return torch.autograd.grad((slopes * torch.stack(answers[:2])).sum(), of)
 
 
 BANNED = Banned(torch.tensor([True, False, True, True, False]), tokens=(1, 6))
@@ -64,7 +65,7 @@ def test_float64_equals_autograd(alone: dist.ProcessGroup, banned: Banned | None
 def test_gradients_are_those_of_finite_differences(alone: dist.ProcessGroup) -> None:
     hidden, weight, targets = random_inputs()
     assert torch.autograd.gradcheck(
-        lambda h, w: vocabulary_parallel_logprobs(h, w, targets, 0, TEMPERATURE, alone), (hidden, weight)
+        lambda h, w: vocabulary_parallel_logprobs(h, w, targets, 0, TEMPERATURE, alone)[:2], (hidden, weight)
     )
 
 
@@ -72,7 +73,7 @@ def test_float32_is_float64_rounded(alone: dist.ProcessGroup) -> None:
     hidden, weight, targets = random_inputs(torch.float32)
     ours = vocabulary_parallel_logprobs(hidden, weight, targets, 0, TEMPERATURE, alone)
     exact = reference(hidden.double(), weight.double(), targets)
-    torch.testing.assert_close(torch.stack(ours).double(), torch.stack(exact), rtol=0, atol=2e-6)
+    torch.testing.assert_close(torch.stack(ours[:2]).double(), torch.stack(exact[:2]), rtol=0, atol=2e-6)
     torch.testing.assert_close(gradients(ours, hidden, weight), gradients(exact, hidden, weight), rtol=1e-5, atol=1e-5)
 
 
@@ -102,8 +103,8 @@ def test_no_tokens(alone: dist.ProcessGroup) -> None:
     weight = torch.randn(VOCAB, HIDDEN, requires_grad=True)
     hidden = torch.randn(0, HIDDEN, requires_grad=True)
     answers = vocabulary_parallel_logprobs(hidden, weight, torch.zeros(0, dtype=torch.int64), 0, TEMPERATURE, alone)
-    sum(answer.sum() for answer in answers).backward()
-    assert answers[0].shape == answers[1].shape == (0,) and hidden.grad.shape == (0, HIDDEN)
+    (answers.logprobs.sum() + answers.entropy.sum()).backward()
+    assert {tuple(answer.shape) for answer in answers} == {(0,)} and hidden.grad.shape == (0, HIDDEN)
     assert not weight.grad.any()
 
 
@@ -134,7 +135,8 @@ def test_two_shards_are_one_vocabulary(ranks: RankPool, dtype: torch.dtype, firs
     tolerance = dict(rtol=1e-12, atol=1e-12) if dtype == torch.float64 else dict(rtol=1e-5, atol=1e-5)
     arguments = dict(hidden=hidden.detach(), weight=weight.detach(), targets=targets, temperature=TEMPERATURE, slopes=slopes)
     shards = ranks.run("parallel.on_ranks:sharded_logprobs", Layout(tensor=2), first_rows=first_rows, **arguments)
-    for logprob, entropy, _, _ in shards:
-        torch.testing.assert_close((logprob, entropy), tuple(x.detach().to(dtype) for x in exact), **tolerance)
-    torch.testing.assert_close(shards[0][2] + shards[1][2], grad_hidden, **tolerance)
-    torch.testing.assert_close(torch.cat([shards[0][3], shards[1][3]]), grad_weight, **tolerance)
+    for logprob, entropy, hits, _, _ in shards:
+        torch.testing.assert_close((logprob, entropy), tuple(x.detach().to(dtype) for x in exact[:2]), **tolerance)
+        assert torch.equal(hits, exact.hits)
+    torch.testing.assert_close(shards[0][3] + shards[1][3], grad_hidden, **tolerance)
+    torch.testing.assert_close(torch.cat([shards[0][4], shards[1][4]]), grad_weight, **tolerance)

@@ -1,0 +1,147 @@
+"""What the tests of medusa/ run on ranks (see tests/ranks.py). Results are tensors, numbers and containers of these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from models.on_ranks import exported, make_role, negative_log_likelihood
+from torch import Tensor
+
+from rlhf_mc.batch import SequenceBatch
+from rlhf_mc.config import Medusa, MicroBatch, Optim, Parallel, Settings, Trainer
+from rlhf_mc.medusa import training
+from rlhf_mc.medusa.drafter import DraftModel, build_drafter, update_heads
+from rlhf_mc.medusa.hidden_states import HiddenStates
+from rlhf_mc.medusa.training import joint_loss, measure_heads, train_heads
+from rlhf_mc.models.passes import accumulate_gradients, score, update, zero_gradients
+from rlhf_mc.models.role import RoleModel
+from rlhf_mc.parallel.world import World
+
+BY_TOKENS = MicroBatch(tokens=25)
+
+
+def settings_of(world: World, medusa: dict[str, Any], optim: dict[str, Any], dtype: str = "fp32") -> Settings:
+    """Of a run with draft heads on the grid of `world`."""
+    parallel = Parallel(world.grid.tensor, world.grid.pipeline, distributed_optimizer=True)
+    return Settings(
+        trainer=Trainer(device="cpu", dtype=dtype, iterations=10),
+        parallel=parallel,
+        medusa=Medusa(enabled=True, optim=Optim(**optim), **medusa),
+    )
+
+
+def weights_of(drafter: DraftModel) -> dict[str, Tensor]:
+    """Collective over the model group. The whole tensors of the heads, copied to the host."""
+    return {name: tensor.cpu().clone() for name, tensor in drafter.export()}
+
+
+def kept(world: World, actor: RoleModel, batch: SequenceBatch, num_heads: int, wanted: list[int] | None = None) -> HiddenStates:
+    """The rows of a scoring forward of `batch`."""
+    hidden = HiddenStates(world, len(batch), num_heads, wanted)
+    score(actor, batch, "predicted", BY_TOKENS, hand_over=hidden.receiver(range(len(batch))))
+    return hidden
+
+
+def train(
+    world: World,
+    directory: str,
+    batch: SequenceBatch,
+    medusa: dict[str, Any],
+    optim: dict[str, Any],
+    num_iterations: int,
+    tensors: dict[str, Tensor] | None = None,
+    dtype: str = "fp32",
+    chunk_elements: int = training._CHUNK_ELEMENTS,
+) -> dict[str, Any]:
+    """`num_iterations` of training on the same kept rows: metrics of each, and the heads before and after.
+
+    Last, whether the actor's weights, and a gradient that it had accumulated before, are bit for bit what they were.
+    """
+    actor = make_role(world, directory, optim=Optim(), dtype=dtype)
+    settings = settings_of(world, medusa, optim, dtype)
+    drafter = build_drafter(settings, actor, trained=True, tensors=tensors)
+    before = weights_of(drafter)
+    hidden = kept(world, actor, batch, drafter.shape.num_heads)
+    zero_gradients(actor)
+    accumulate_gradients(actor, batch, "predicted", BY_TOKENS, negative_log_likelihood(100))
+    of_actor = [tensor.clone() for tensor in (*actor.weights(), *gradients(actor))]
+    usual, training._CHUNK_ELEMENTS = training._CHUNK_ELEMENTS, chunk_elements
+    try:
+        metrics = [train_heads(drafter, actor, hidden, settings, iteration) for iteration in range(num_iterations)]
+        measured = measure_heads(drafter, actor, hidden, settings.medusa.loss_decay)
+    finally:
+        training._CHUNK_ELEMENTS = usual
+    untouched = all(torch.equal(a, b) for a, b in zip(of_actor, (*actor.weights(), *gradients(actor)), strict=True))
+    return {
+        "metrics": metrics,
+        "measured": measured,
+        "before": before,
+        "after": weights_of(drafter),
+        "actor untouched": untouched,
+        "version": drafter.version,
+        "accumulating": drafter.accumulating,
+    }
+
+
+def gradients(model: RoleModel | DraftModel) -> list[Tensor]:
+    """The gradient buckets."""
+    return [buffer.grad_data for buffer in model.ddp.buffers]
+
+
+def bits_with_and_without(world: World, directory: str, batch: SequenceBatch) -> dict[str, bool]:
+    """Whether scores and the actor's gradient are the same bits when rows are handed over and heads train on them."""
+    settings = settings_of(world, {}, {})
+    scores, grads = [], []
+    for with_heads in (False, True):
+        actor = make_role(world, directory, optim=Optim())
+        hidden = HiddenStates(world, len(batch), settings.medusa.num_heads)
+        hand_over = hidden.receiver(range(len(batch))) if with_heads else None
+        scores.append(score(actor, batch, "predicted", BY_TOKENS, hand_over=hand_over))
+        if with_heads:
+            train_heads(build_drafter(settings, actor, trained=True), actor, hidden, settings, iteration=0)
+        zero_gradients(actor)
+        accumulate_gradients(actor, batch, "predicted", BY_TOKENS, negative_log_likelihood(100))
+        grads.append(torch.cat([gradient.flatten().clone() for gradient in gradients(actor)]))
+    return {"scores": torch.equal(*scores), "gradient": torch.equal(*grads), "some": bool(grads[0].any())}
+
+
+def train_jointly(
+    world: World, directory: str, batch: SequenceBatch, medusa: dict[str, Any], optim: dict[str, Any], num_steps: int
+) -> dict[str, Any]:
+    """Steps of the actor on its own loss and the heads' loss beside it: sums, gradient norms, and the weights of both afterwards."""
+    actor = make_role(world, directory, optim=Optim(**optim))
+    settings = settings_of(world, medusa, optim)
+    drafter = build_drafter(settings, actor, trained=True)
+    loss = negative_log_likelihood(int(batch.loss_mask.sum()))
+    sums, grad_norms = [], []
+    for _ in range(num_steps):
+        zero_gradients(actor)
+        zero_gradients(drafter)
+        beside = joint_loss(drafter, actor, batch, settings.medusa)
+        sums.append(accumulate_gradients(actor, batch, "predicted", BY_TOKENS, loss, beside=beside))
+        grad_norms.append((update(actor, optim["lr"]), update_heads(drafter, optim["lr"])))
+    return {"sums": sums, "grad_norms": grad_norms, "actor": exported(actor), "heads": weights_of(drafter)}
+
+
+def take(world: World, directory: str, batch: SequenceBatch, wanted: list[int], max_rows: int) -> dict[str, Any]:
+    """What is kept of `wanted`. sizes: of the chunks of all.  samples: by number, (rows, tokens, valid) of those on this rank."""
+    hidden = kept(world, make_role(world, directory), batch, num_heads=2, wanted=wanted)
+    samples = {}
+    for number in range(len(batch)):
+        for rows, labels in hidden.chunks([number], max_rows=1000):
+            samples[number] = (rows, labels.tokens, labels.valid)
+    sizes = [rows.size(0) for rows, _ in hidden.chunks(range(len(batch)), max_rows)]
+    num_bytes, census = hidden.num_bytes, hidden.census()
+    hidden.clear()
+    after_clear = (hidden.num_bytes, int(hidden.census().sum()))
+    return {"sizes": sizes, "samples": samples, "census": census, "num_bytes": num_bytes, "after clear": after_clear}
+
+
+def error_of_tensors(world: World, directory: str, tensors: dict[str, Tensor]) -> str:
+    """The message of what starting from `tensors` raises."""
+    try:
+        build_drafter(settings_of(world, {}, {}), make_role(world, directory), trained=False, tensors=tensors)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,42 @@
+"""What the scoring forward leaves for the heads: the wanted samples' rows, each on one data-parallel rank, shared out over tensor ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import Layout, RankPool
+from tiny_models import random_batch, sequences_of, tiny_language_model
+from torch import Tensor
+
+BATCH = random_batch([9, 13, 5, 20, 11, 1])
+WANTED, MAX_ROWS, HIDDEN = [0, 3, 4, 5], 6, 32
+NUM_ROWS = [8, 0, 0, 19, 10, 0]  # one fewer than tokens; the last sequence has nothing to predict
+
+
+def rows_of(sample: int) -> Tensor:
+    """The hidden states before each target, by transformers."""
+    tokens, _ = sequences_of(BATCH)[sample]
+    with torch.no_grad():
+        return tiny_language_model("llama").model(tokens[None]).last_hidden_state[0, :-1]
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, data=2), Layout(tensor=2, pipeline=2)], ids=str)
+def test_rows_and_labels_of_the_wanted_samples(ranks: RankPool, language_model, layout: Layout) -> None:
+    arguments = dict(directory=language_model("llama"), batch=BATCH, wanted=WANTED, max_rows=MAX_ROWS)
+    holders: list[int] = []
+    for result in ranks.run("medusa.on_ranks:take", layout, **arguments):
+        samples = result["samples"]
+        holders += samples
+        for number, (rows, tokens, valid) in samples.items():
+            ahead = sequences_of(BATCH)[number][0]
+            torch.testing.assert_close(rows, rows_of(number), rtol=0, atol=1e-5)
+            for head in range(2):
+                num_labels = len(ahead) - head - 2
+                assert valid[head].tolist() == [row < num_labels for row in range(len(rows))]
+                assert torch.equal(tokens[head][valid[head]], ahead[head + 2 :])
+        num_rows = sum(NUM_ROWS[number] for number in samples)
+        assert sum(result["sizes"]) == num_rows and all(size == MAX_ROWS for size in result["sizes"][:-1])
+        assert result["num_bytes"] == num_rows * HIDDEN // layout.tensor * 4, "each tensor rank has its columns only"
+        assert result["census"].tolist() == [[n, max(0, n - 1), max(0, n - 2)] for n in NUM_ROWS]
+        assert result["after clear"] == (0, 0)
+    assert sorted(holders) == sorted([0, 3, 4] * layout.tensor), "on the tensor ranks of one data-parallel rank, last stage"
