@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass
 from rlhf_mc.contradictions import contradictions
 
 Program = Literal["train", "sft", "reward_model"]
+MOST_HEADS = 128  # vLLM's MAX_SPEC_LEN
 _ROLLOUT_FILE = "{:06d}.jsonl"
 
 
@@ -403,6 +404,8 @@ class Medusa:
 
     def check(self, key: str) -> None:
         _check(self.num_heads >= 1, f"{key}.num_heads: {self.num_heads} is not positive; to run without heads set {key}.enabled=false")
+        most = MOST_HEADS
+        _check(self.num_heads <= most, f"{key}.num_heads: {self.num_heads} is more than the {most} drafted tokens that vLLM takes; lower it")
         _check(self.num_layers >= 1, f"{key}.num_layers: {self.num_layers} is not positive")
         drafted = self.drafted_tokens
         _check(

@@ -18,6 +18,7 @@ def contradictions(settings: Settings, program: Program, data_parallel: int | No
     if program == "train":
         yield from _mode(settings)
         yield from _models(settings)
+        yield from _medusa(settings)
         if settings.trainer.generates:
             yield from _payment(settings)
             yield from _prompts(settings)
@@ -60,6 +61,22 @@ def _models(settings: Settings) -> Iterator[str]:
         yield (
             "critic.path: null, and reward_model.path, where the critic would start from, is null too; "
             "name a directory for one of them (the actor's will do for critic.path)"
+        )
+
+
+def _medusa(settings: Settings) -> Iterator[str]:
+    medusa, max_tokens = settings.medusa, settings.rollout.max_tokens
+    if not medusa.enabled:
+        return
+    if settings.trainer.mode == "update":
+        yield (
+            "medusa.enabled: true, but trainer.mode: update neither drafts nor makes the hidden states that heads learn from; "
+            "set medusa.enabled=false"
+        )
+    if medusa.num_heads >= max_tokens:
+        yield (
+            f"medusa.num_heads: {medusa.num_heads}, but a response has rollout.max_tokens: {max_tokens}, of which the first is never "
+            f"drafted; set it to {max(1, max_tokens - 1)} or less"
         )
 
 

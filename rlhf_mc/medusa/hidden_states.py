@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlhf_mc.medusa.heads import gather_features
 from rlhf_mc.medusa.loss import Labels, head_labels
+from rlhf_mc.models.passes import HandOver
 from rlhf_mc.parallel.packing import PackedMicrobatch
 from rlhf_mc.parallel.world import World
 
@@ -35,7 +36,7 @@ class HiddenStates:
         self._wanted[slice(None) if wanted is None else sorted(wanted)] = True
         self._samples: dict[int, _Sample] = {}
 
-    def receiver(self, sample_numbers: Sequence[int] | Tensor) -> Callable[[Tensor, PackedMicrobatch], None]:
+    def receiver(self, sample_numbers: Sequence[int] | Tensor) -> HandOver:
         """What `score` takes as `hand_over` for a batch whose sequence b is sample sample_numbers[b].
 
         A sample that comes again takes the place of what was kept of it.

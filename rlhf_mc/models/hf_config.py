@@ -53,6 +53,15 @@ class ModelShape:
     max_positions: int
     has_value_head: bool
 
+    @property
+    def num_params(self) -> int:
+        """Elements of all weights of the language model, a tied one counted once."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = self.hidden * (2 * queries + 2 * keys) + (queries + 2 * keys if self.qkv_bias else 0)
+        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        layers = self.num_layers * (attention + 3 * self.hidden * self.ffn + norms)
+        return layers + self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
+
     def padded_vocab(self, tensor_parallel: int) -> int:
         """Rows of the embedding in the trainer: padded as vLLM pads, so that shards of both begin at the same rows."""
         unit = math.lcm(VOCAB_PADDING, tensor_parallel)

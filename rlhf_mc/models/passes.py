@@ -23,6 +23,9 @@ from rlhf_mc.parallel.megatron_cpu import show_cpu_to_megatron
 from rlhf_mc.parallel.microbatches import plan_microbatches
 from rlhf_mc.parallel.packing import Asked, PackedBatch, PackedMicrobatch
 
+HandOver = Callable[[Tensor, PackedMicrobatch], None]
+
+
 def _microbatches(
     model: RoleModel, batch: SequenceBatch, asked: Asked, budget: MicroBatch, together: int = 1
 ) -> tuple[list[PackedMicrobatch], PackedBatch]:
@@ -60,7 +63,7 @@ def score(
     asked: Asked,
     budget: MicroBatch,
     sampling: Sampling = PLAIN,
-    hand_over: Callable[[Tensor, PackedMicrobatch], None] | None = None,
+    hand_over: HandOver | None = None,
 ) -> Tensor:
     """Collective over all ranks. Forward only, no gradients: float32 on the host, the same on every rank.
 

@@ -88,8 +88,8 @@ def ppo_visits(
 ) -> list[Visit]:
     """One iteration of PPO: sync the weights, an empty device while the engine generates, score, train.
 
-    frozen: the roles that only score, in that order.  actor_rests: the critic trains alone.
-    heads: the actor's draft heads, which are synced with it, and train with it where `heads_train`.
+    frozen: the roles that only score, in that order.  actor_rests: it does not train, though its heads do.
+    heads: the actor's draft heads, which are synced with it, and train beside it where `heads_train`.
     The critic is scored last and trained first, the actor trained last and synced first: so each stays for its second visit.
     """
     heads_sync = None if heads is None else Visit(heads, Part.PARAMS)
@@ -98,6 +98,8 @@ def ppo_visits(
     training = [Visit(critic, TRAINING, updates=True)]
     if not actor_rests:
         training.append(Visit(actor, TRAINING, updates=True, beside=heads_update))
+    elif heads_update is not None:
+        training.append(Visit(actor, Part.PARAMS, beside=heads_update))
     return [Visit(actor, Part.PARAMS, beside=heads_sync), EMPTY, *scoring, *training]
 
 

@@ -116,8 +116,9 @@ class Engine:
     ) -> None:
         """Collective over all ranks; torch.distributed is initialised (gloo on CPU, cpu:gloo,cuda:nccl on GPU).
 
-        stops: the token ids that end a response.  heads: the draft heads that it has, whose weights come with the others. On CPU, vLLM's kernels use the threads that OMP_NUM_THREADS gave this
-        process at its start, as the trainer does; give each rank its share of the cores there.
+        stops: the token ids that end a response.  heads: the draft heads that it has, whose weights come with the others.
+        On CPU, vLLM's kernels use the threads that OMP_NUM_THREADS gave this process at its start, as the trainer does; give each
+        rank its share of the cores there.
         Settings that do not fit the model or the memory raise ConfigError, alike on every rank and before vLLM starts.
         """
         self._settings, self._stops = settings, list(stops)

@@ -86,7 +86,7 @@ class DraftChecker(nn.Module):
         accepted = (drawn[:, :-1] == drafts).int().cumprod(dim=1).sum(dim=1)
         emitted = torch.arange(longest + 1, device=tokens.device) <= accepted[:, None]
         # vLLM fills up new requests of a batch with placeholders, which are no drafts.
-        self.accepted = accepted[drafts[:, 0] != PLACEHOLDER_TOKEN_ID].tolist()
+        self.accepted = accepted[(drafts != PLACEHOLDER_TOKEN_ID).any(dim=1)].tolist()
         return SamplerOutput(
             torch.where(emitted, drawn, PLACEHOLDER_TOKEN_ID).int(), as_tensors(drawn.flatten(), logprobs[rows].flatten())
         )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from rlhf_mc.medusa.files import save_heads
 from rlhf_mc.models.role import Role
 from rlhf_mc.offload import Part
 from rlhf_mc.stages.dump import finish_dump
@@ -23,6 +24,9 @@ def finish(run: Run, before: dict[str, float], after: dict[str, float]) -> None:
     for role in (Role.ACTOR, Role.CRITIC) if settings.trainer.trains else ():
         with run.clock.stage("save"), run.residency.on_device(role, Part.PARAMS):
             run.roles[role].save(str(output / role.value))
+    if run.drafter is not None and settings.trainer.trains:
+        with run.clock.stage("save"), run.residency.on_device(Role.MEDUSA, Part.PARAMS):
+            save_heads(str(output / "medusa"), run.drafter.shape, run.actor.shape, run.drafter.export(), writes=run.world.rank == 0)
     with run.residency.nobody_on_device():
         run.tracker.say(f"bytes moved by offload\n{run.residency.ledger.table()}")
         run.tracker.say(f"device of rank {run.world.rank} between stages\n{run.residency.residue()}")
@@ -32,5 +36,6 @@ def finish(run: Run, before: dict[str, float], after: dict[str, float]) -> None:
     peak = run.world.sum_over_ranks(torch.tensor([run.clock.host_peak_gib], dtype=torch.float64)).item()
     run.tracker.say(f"peak of host memory: {peak:.2f} GiB (resident, the peaks of all {run.world.size} ranks added)")
     models = "actor/ and critic/ (Hugging Face), " if settings.trainer.trains else ""
+    models += "medusa/ (vLLM), " if models and run.drafter is not None else ""
     rollouts = "rollouts/, " if settings.dumps else ""
     run.tracker.say(f"results are in {output.resolve()}: {models}{rollouts}metrics.jsonl, samples.jsonl, summary.json")

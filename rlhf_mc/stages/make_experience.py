@@ -13,7 +13,8 @@ from rlhf_mc.algorithms.advantages import gae, whiten
 from rlhf_mc.algorithms.kl import mean_sequence_kl, token_rewards
 from rlhf_mc.batch import Experience, PromptBatch, RolloutBatch
 from rlhf_mc.config import Rollout
-from rlhf_mc.models.passes import score
+from rlhf_mc.medusa.hidden_states import HiddenStates
+from rlhf_mc.models.passes import HandOver, score
 from rlhf_mc.models.role import Role
 from rlhf_mc.offload import EMPTY, Part, Visit
 from rlhf_mc.parallel.packing import Asked
@@ -55,7 +56,7 @@ def start_rollout(run: Run, prompts: PromptBatch, rollout: Rollout, iteration: i
     """Collective over all ranks. Deals the samples to the replicas, which begin."""
     requests = requests_for(prompts, rollout, run.settings.trainer.seed, iteration)
     hands = deal(run.lengths.expected_tokens(prompts), rollout.samples_per_prompt, run.sampler.num_replicas)
-    return run.sampler.start(requests, hands, run.weight_version, greedy)
+    return run.sampler.start(requests, hands, run.weight_version, run.drafting.schedule, greedy)
 
 
 def resources_of(run: Run) -> Resources:
@@ -100,6 +101,8 @@ class Making:
         self._to_score = deque(Role(op.role) for op in self.operations if op.kind == "score")
         if resources_of(run).can_score_between:
             run.residency.expect(Visit(self._to_score[0], Part.PARAMS))
+        if run.trains_heads:
+            run.hidden = HiddenStates(run.world, len(prompts) * self._samples_per_prompt, run.drafter.shape.num_heads)
         self._generation = start_rollout(run, prompts, run.settings.rollout, iteration)
 
     def _schedule(self) -> list[Operation]:
@@ -127,6 +130,8 @@ class Making:
     def sleep(self) -> None:
         """The rollout is complete: the engine's memory is the trainer's."""
         self._run.loads = self._generation.replicas()
+        for change in self._run.drafting.observe(load.drafts for load in self._run.loads):
+            self._run.tracker.say(change)
         if not self._run.sampler.shares_devices:
             self._seconds["generate"] = max(load.busy for load in self._run.loads)
         self._run.sampler.sleep()
@@ -139,10 +144,16 @@ class Making:
             start = time.perf_counter()
             with run.residency.on_device(member, Part.PARAMS, self._following()):
                 start = self._spent("load/" + role, start)
-                numbers = score_on_device(run, member, part)
+                numbers = score_on_device(run, member, part, self._hand_over(member, chunks))
                 self._spent("score/" + role, start)
         sizes = [1] * len(part) if asked_of(member) == "last" else part.response_lengths.tolist()
         self._numbers[member] |= zip(self._samples_of(chunks), numbers.split(sizes), strict=True)
+
+    def _hand_over(self, role: Role, chunks: Sequence[int]) -> HandOver | None:
+        """Where the actor's hidden states go, of which its draft heads learn."""
+        if role is not Role.ACTOR or self._run.hidden is None:
+            return None
+        return self._run.hidden.receiver(self._samples_of(chunks))
 
     def _following(self) -> Visit | None:
         """Which visit of the device comes after this pass; None: the one that comes after make_experience. EMPTY: load nothing ahead."""
@@ -207,10 +218,10 @@ class Making:
         return now
 
 
-def score_on_device(run: Run, role: Role, rollout: RolloutBatch) -> Tensor:
+def score_on_device(run: Run, role: Role, rollout: RolloutBatch, hand_over: HandOver | None = None) -> Tensor:
     """Collective over all ranks. Of a role whose params are present: log-probs or values [R], or scores [B]."""
     section = getattr(run.settings, role.value)
-    return score(run.roles[role], rollout.sequences, asked_of(role), section.scoring_micro_batch, run.sampling)
+    return score(run.roles[role], rollout.sequences, asked_of(role), section.scoring_micro_batch, run.sampling, hand_over)
 
 
 def assemble_experience(

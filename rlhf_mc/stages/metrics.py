@@ -15,6 +15,7 @@ def iteration_metrics(run: Run, experience: Experience) -> dict[str, float]:
     metrics |= run.residency.ledger.metrics()
     if run.sampler is not None:
         metrics |= load_metrics(run.loads)
+        metrics |= run.drafting.metrics()
     if run.trace.enabled:
         metrics |= overlap_of(run.trace.iteration_spans()).metrics()
     num_devices = run.world.size + run.settings.rollout.engine_ranks

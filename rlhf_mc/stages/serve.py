@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rlhf_mc.config import Settings
 from rlhf_mc.data import load_tokenizer
+from rlhf_mc.medusa.shape import HeadsShape
 from rlhf_mc.models.hf_config import read_shape
 from rlhf_mc.models.precision import DTYPES
 from rlhf_mc.parallel.exchange import Reshard
@@ -27,9 +28,11 @@ def serve(settings: Settings, job: Job) -> None:
     bridge = start_distributed(job, device)
     grid = RolloutGrid.apart(job.num_engines, job.rank - job.num_trainers, rollout.tensor_parallel)
     training = TrainingGrid(job.num_trainers, 0, settings.parallel.tensor, settings.parallel.pipeline)
-    plan = plan_sync_apart(read_shape(actor, "actor.path"), training, grid, dtype.itemsize)
+    shape = read_shape(actor, "actor.path")
+    heads = HeadsShape.of(settings.medusa, shape) if settings.medusa.enabled else None
+    plan = plan_sync_apart(shape, training, grid, dtype.itemsize, heads)
     reshard = Reshard(plan, wire_over(bridge, device), device, dtype)
-    engine = Engine(actor, rollout, trainer.dtype, grid, trainer.seed, settings.data.max_prompt_tokens, stops)
+    engine = Engine(actor, rollout, trainer.dtype, grid, trainer.seed, settings.data.max_prompt_tokens, stops, heads)
     trace = Trace(trainer.trace_iterations)
     try:
         EngineServer(engine, grid, reshard, Control(bridge), trace).serve()

@@ -12,8 +12,13 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mc.algorithms.kl import KLController
 from rlhf_mc.config import Settings
 from rlhf_mc.data import Encoder, PretrainText, PromptSource, check_same_vocabulary, load_tokenizer, read_rows
+from rlhf_mc.medusa.drafter import DraftModel, build_drafter
+from rlhf_mc.medusa.drafting import Drafting
+from rlhf_mc.medusa.files import check_heads, load_heads
+from rlhf_mc.medusa.hidden_states import HiddenStates
+from rlhf_mc.medusa.shape import HeadsShape
 from rlhf_mc.models.heads import Sampling
-from rlhf_mc.models.hf_config import read_shape
+from rlhf_mc.models.hf_config import ModelShape, read_shape
 from rlhf_mc.models.optimizer import kernels_in_use
 from rlhf_mc.models.role import Role, RoleModel, build_role
 from rlhf_mc.offload import ModelState, Residency, plan_residency
@@ -51,13 +56,14 @@ class Sources:
 
 @dataclass
 class Run:
-    """One PPO run on this rank. What changes from iteration to iteration: the last six, and what the models hold.
+    """One PPO run on this rank. What changes from iteration to iteration: the last seven, and what the models hold.
 
     roles: the models by role; the reward model is absent where only functions pay, and with the reference where the run
     makes no experience: then there is no sampler, and reward_pool is empty.
-    sampling: how the engine draws tokens, for the trainer's log-probs.  weight_version: updates of the actor so far.
+    drafter: the actor's draft heads, None without.  drafting: how many tokens the engines draft.
+    sampling: how the engine draws tokens, for the trainer's log-probs.  weight_version: updates of the actor or its heads so far.
     probe_seconds: what the trainer's pass over the probe took.  costs: what making the last experience took.
-    lengths: of earlier responses.  loads: what each replica did in the last rollout.
+    lengths: of earlier responses.  loads: what each replica did in the last rollout.  hidden: what the heads train on next.
     """
 
     settings: Settings
@@ -73,12 +79,15 @@ class Run:
     reward_pool: RewardPool
     dump_writer: BackgroundWriter
     sampling: Sampling
+    drafter: DraftModel | None
+    drafting: Drafting
     kl: KLController
     weight_version: int = 0
     probe_seconds: float = 0.0
     costs: Costs | None = None
     lengths: ResponseLengths = field(default_factory=ResponseLengths)
     loads: list[ReplicaLoad] = field(default_factory=list)
+    hidden: HiddenStates | None = None
 
     @property
     def actor(self) -> RoleModel:
@@ -89,6 +98,11 @@ class Run:
     def critic(self) -> RoleModel:
         """The value model."""
         return self.roles[Role.CRITIC]
+
+    @property
+    def trains_heads(self) -> bool:
+        """Whether the draft heads learn from each rollout."""
+        return self.drafter is not None and self.drafter.optimizer is not None
 
     def device_for_sampler(self) -> AbstractContextManager[None]:
         """Inside, an engine that shares this rank's device has it for itself."""
@@ -147,6 +161,8 @@ def check_models(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> None
     actor = read_shape(settings.actor.path, "actor.path")
     if settings.trainer.generates:
         check_settings(actor, settings.rollout, settings.trainer.dtype, settings.data.max_prompt_tokens)
+    if settings.medusa.enabled and settings.medusa.path:
+        check_heads(settings.medusa.path, settings.medusa, actor)
     for role, path in role_paths(settings).items():
         key = f"{role.value}.path"
         read_shape(path, key).check_layout(settings.parallel.tensor, settings.parallel.pipeline, key)
@@ -155,17 +171,42 @@ def check_models(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> None
             check_same_vocabulary(tokenizer, other, "actor.path", key)
 
 
-def _build_roles(settings: Settings, world: World, tracker: Tracker, trace: Trace) -> tuple[dict[Role, RoleModel], Residency]:
-    """Collective over all ranks. Each role goes to the host as soon as it is built, so that the device never holds two."""
+def _build_roles(
+    settings: Settings, world: World, tracker: Tracker, trace: Trace
+) -> tuple[dict[Role, RoleModel], DraftModel | None, Residency]:
+    """Collective over all ranks. Each role goes to the host as soon as it is built, so that the device never holds two; but draft heads
+    are built beside the actor.
+    """
     trained = {Role.ACTOR: settings.actor.optim, Role.CRITIC: settings.critic.optim} if settings.trainer.trains else {}
     roles: dict[Role, RoleModel] = {}
+    drafter = None
     residency = plan_residency(settings, role_paths(settings), world, trace)
     for role, path in role_paths(settings).items():
         tracker.say(f"{role.value}: weights from {path}")
         head = "value" if role in (Role.CRITIC, Role.REWARD) else "language"
         roles[role] = build_role(role, head, path, settings, world, trained.get(role))
+        if role is Role.ACTOR and settings.medusa.enabled:
+            drafter = _build_heads(settings, roles[role], tracker)
+            residency.adopt(ModelState.of(drafter))
         residency.adopt(ModelState.of(roles[role]))
-    return roles, residency
+    return roles, drafter, residency
+
+
+def _build_heads(settings: Settings, actor: RoleModel, tracker: Tracker) -> DraftModel:
+    """Collective over all ranks. The draft heads on an actor that is on the device; the heads themselves, too."""
+    section, shape = settings.medusa, HeadsShape.of(settings.medusa, actor.shape)
+    share = shape.num_params / actor.shape.num_params
+    trains = section.train and settings.trainer.trains
+    tracker.say(
+        f"medusa: {shape.num_heads} draft heads, {shape.num_params:,} parameters ({share:.1%} of the actor's), "
+        f"{f'weights from {section.path}' if section.path else 'new'}, {'trained' if trains else 'frozen'}"
+    )
+    return build_drafter(settings, actor, trains, load_heads(section.path, shape) if section.path else None)
+
+
+def heads_shape(settings: Settings, model: ModelShape) -> HeadsShape | None:
+    """The draft heads of this run; None without."""
+    return HeadsShape.of(settings.medusa, model) if settings.medusa.enabled else None
 
 
 def _build_sampler(
@@ -173,16 +214,16 @@ def _build_sampler(
 ) -> Sampler:
     """Collective over all ranks of the job. The engines, started here or on the other side of the bridge, and the way of the weights to them."""
     world, rollout, longest = actor.world, settings.rollout, settings.data.max_prompt_tokens
-    steps = settings.pipeline.steps_per_exchange
+    steps, heads = settings.pipeline.steps_per_exchange, heads_shape(settings, actor.shape)
     probe = probe_sequence(sources.prompts.batch(0).prompt(0), actor.shape.vocab, longest)
     if bridge is not None:
         grid = RolloutGrid.apart(rollout.engine_ranks, 0, rollout.tensor_parallel)
-        plan = plan_sync_apart(actor.shape, world.grid, grid, actor.dtype.itemsize)
+        plan = plan_sync_apart(actor.shape, world.grid, grid, actor.dtype.itemsize, heads)
         reshard = Reshard(plan, wire_over(bridge, world.device), world.device, actor.dtype)
         return SeparateSampler(grid, reshard, world, probe, steps, Control(bridge))
     grid = RolloutGrid(world.grid, rollout.tensor_parallel)
-    engine = Engine(settings.actor.path, rollout, settings.trainer.dtype, grid, settings.trainer.seed, longest, stops)
-    return ColocatedSampler(grid, plan_weight_sync(actor, grid), world, probe, steps, engine, trace)
+    engine = Engine(settings.actor.path, rollout, settings.trainer.dtype, grid, settings.trainer.seed, longest, stops, heads)
+    return ColocatedSampler(grid, plan_weight_sync(actor, grid, heads), world, probe, steps, engine, trace)
 
 
 def _say_mode(settings: Settings, tracker: Tracker) -> None:
@@ -218,7 +259,7 @@ def start_ppo(settings: Settings, job: Job) -> Iterator[Run]:
         sources.report(tracker)
         engines = f" and {job.num_engines} for engines" if job.num_engines else ""
         tracker.say(f"{world.size} ranks{engines} on {world.device.type}, {trainer.dtype}; {kernels_in_use(world.device)}")
-        roles, residency = _build_roles(settings, world, tracker, trace)
+        roles, drafter, residency = _build_roles(settings, world, tracker, trace)
         sampler = None
         if trainer.generates:
             tracker.say("engine: starting vLLM")
@@ -240,5 +281,7 @@ def start_ppo(settings: Settings, job: Job) -> Iterator[Run]:
             reward_pool=pool,
             dump_writer=stack.enter_context(BackgroundWriter()),
             sampling=Sampling(rollout.temperature, rollout.min_tokens, tuple(stops)),
+            drafter=drafter,
+            drafting=Drafting(settings.medusa.num_heads if drafter is not None else 0, settings.medusa.drafted_tokens),
             kl=KLController.from_settings(settings.algorithm.kl),
         )

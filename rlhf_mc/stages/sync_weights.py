@@ -1,4 +1,4 @@
-"""Sync weights: the actor's params, from the trainer's shards into the engines, and the proof that they are there."""
+"""Sync weights: the actor's params and its draft heads', from the trainer's shards into the engines, and the proof that they are there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlhf_mc.models.passes import score
 from rlhf_mc.models.role import Role
-from rlhf_mc.offload import Part
+from rlhf_mc.offload import Part, Visit
 from rlhf_mc.stages.start import Run
 
 # Mean difference of the probe's log-probs, engine against trainer, that rounding explains: other kernels, another order of sums.
@@ -29,9 +29,9 @@ def sync_weights(run: Run) -> dict[str, float]:
     """
     with run.clock.stage("sync_weights"):
         run.sampler.wake_weights()
-        with run.residency.on_device(Role.ACTOR, Part.PARAMS):
-            run.actor.check_present("params")
-            run.sampler.sync(dict(run.actor.decoder.named_parameters()), run.weight_version)
+        heads = Visit(Role.MEDUSA, Part.PARAMS) if run.drafter is not None else None
+        with run.residency.on_device(Role.ACTOR, Part.PARAMS, beside=heads):
+            run.sampler.sync(weights(run), run.weight_version)
             start = time.perf_counter()
             expected = score(run.actor, run.sampler.probe, "predicted", run.settings.actor.scoring_micro_batch)
             run.probe_seconds = time.perf_counter() - start
@@ -44,6 +44,16 @@ def sync_weights(run: Run) -> dict[str, float]:
         "sync/bound_bytes": plan.bound,
         "sync/probe_difference": difference,
     }
+
+
+def weights(run: Run) -> dict[str, Tensor]:
+    """This rank's shard of all that the engines take, by the trainer's names. Raises RuntimeError where it is not on the device."""
+    run.actor.check_present("params")
+    params = dict(run.actor.decoder.named_parameters())
+    if run.drafter is not None:
+        run.drafter.check_present("params")
+        params |= run.drafter.heads.named_parameters()
+    return params
 
 
 def prove(run: Run, expected: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Train: the critic, then the actor, on the experience of one iteration."""
+"""Train: the critic, then the actor and its draft heads, on the experience of one iteration."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from rlhf_mc.algorithms.losses import entropy_loss, kl_loss, language_model_loss
 from rlhf_mc.algorithms.schedule import lr_at
 from rlhf_mc.batch import Experience, TrainingSlice
 from rlhf_mc.config import Actor, Critic
+from rlhf_mc.medusa.training import train_heads
 from rlhf_mc.models.loss import Loss, LossSum
 from rlhf_mc.models.passes import accumulate_gradients, update, zero_gradients
 from rlhf_mc.models.role import Role, RoleModel
-from rlhf_mc.offload import TRAINING
+from rlhf_mc.offload import TRAINING, Part, Visit
 from rlhf_mc.stages.start import Run
 
 POLICY_STATS = ("pg_loss", "ppo_kl", "ratio", "pg_clipfrac", "pg_clipfrac_lower", "ratio_clipped_low", "ratio_clipped_high", "entropy")
@@ -46,13 +47,22 @@ def _learning_rate(run: Run, section: Actor | Critic, step: int) -> float:
 
 
 def train(run: Run, experience: Experience, iteration: int) -> dict[str, float]:
-    """Collective over all ranks. Critic, then actor (which rests while the critic warms up); metrics of both."""
+    """Collective over all ranks. Critic, then actor (which rests while the critic warms up), then its draft heads; metrics of all."""
     with run.clock.stage("update_critic"), run.residency.on_device(Role.CRITIC, TRAINING):
         metrics = train_critic(run, experience, iteration)
-    if iteration >= run.settings.critic.warmup_iterations:
-        with run.clock.stage("update_actor"), run.residency.on_device(Role.ACTOR, TRAINING):
-            metrics |= train_actor(run, experience, iteration)
-        run.weight_version += 1
+    rests = iteration < run.settings.critic.warmup_iterations
+    if rests and not run.trains_heads:
+        return metrics
+    heads = Visit(Role.MEDUSA, TRAINING) if run.trains_heads else None
+    with run.residency.on_device(Role.ACTOR, Part.PARAMS if rests else TRAINING, beside=heads):
+        if not rests:
+            with run.clock.stage("update_actor"):
+                metrics |= train_actor(run, experience, iteration)
+        if run.trains_heads:
+            with run.clock.stage("update_heads"):
+                metrics |= train_heads(run.drafter, run.actor, run.hidden, run.settings, iteration)
+            run.hidden.clear()
+    run.weight_version += 1
     return metrics
 
 
