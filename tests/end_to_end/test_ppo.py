@@ -18,6 +18,11 @@ from end_to_end.job import start
 from end_to_end.task import Task, written
 from safetensors.torch import load_file
 
+from rlhf_mc.config import Medusa
+from rlhf_mc.medusa.files import check_heads, load_heads
+from rlhf_mc.medusa.shape import HeadsShape
+from rlhf_mc.models.hf_config import read_shape
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 # One update an iteration, through the very micro-batches that scored: then old and new log-probs are the same bits.
@@ -25,6 +30,8 @@ ONE_UPDATE = ("tensor_parallel", "replicas", "pipeline")
 ALL = (*ONE_UPDATE, "data_parallel")
 # What two runs of the same numbers may differ in.
 _OF_THE_MACHINE = ("timing_s/", "perf/", "memory_gib/", "offload/", "pipeline/", "rollout/")
+# What drafts change: what is measured of them, and last bits of the engine's log-probs, which only metrics read.
+_OF_DRAFTS = ("medusa/", "sync/", "training/rollout_logprobs", "val/")
 
 
 @dataclass(frozen=True)
@@ -54,8 +61,8 @@ def run(task: Task, name: str, family: str, **overrides: str) -> Run:
 
 @pytest.fixture(scope="module")
 def tensor_parallel(task) -> Run:
-    """A tied Qwen3, TP2 for training and for sampling."""
-    two = dict(parallel__tensor="2", rollout__tensor_parallel="2")
+    """A tied Qwen3 with draft heads that use its output layer, TP2 for training and for sampling."""
+    two = dict(medusa__enabled="true", parallel__tensor="2", rollout__tensor_parallel="2")
     return run(task, "tensor_parallel", "qwen3", wandb__mode="offline", trainer__evaluate_every="2", **two)
 
 
@@ -67,8 +74,9 @@ def replicas(task) -> Run:
 
 @pytest.fixture(scope="module")
 def pipeline(task) -> Run:
-    """An untied Qwen2 on two pipeline stages, sampled with TP2."""
-    return run(task, "pipeline", "qwen2", parallel__pipeline="2", rollout__tensor_parallel="2")
+    """An untied Qwen2 on two pipeline stages, sampled with TP2; two frozen draft heads with output layers of their own, always in use."""
+    heads = dict(medusa__enabled="true", medusa__num_heads="2", medusa__shared_output="false", medusa__drafted_tokens="2", medusa__train="false")
+    return run(task, "pipeline", "qwen2", parallel__pipeline="2", rollout__tensor_parallel="2", **heads)
 
 
 # Chunks of whichever samples finish first, scored between the engine's steps: six small passes of each role, in two orders of roles.
@@ -94,12 +102,12 @@ def everything(task: Task, name: str, **overrides: str) -> Run:
 
 @pytest.fixture(scope="module")
 def data_parallel(task) -> Run:
-    return everything(task, "data_parallel")
+    return everything(task, "data_parallel", medusa__enabled="true", medusa__steps="3", medusa__step_tokens="100")
 
 
 @pytest.fixture(scope="module")
 def plain(task) -> Run:
-    """The same, one thing after the other, with every role on the device all the time."""
+    """The same without draft heads, one thing after the other, with every role on the device all the time."""
     return everything(task, "plain", pipeline__mode="serial", offload__enabled="false")
 
 
@@ -163,7 +171,7 @@ def test_without_offload_nothing_moves(plain):
 
 
 def numbers(of: Run) -> list[dict[str, float]]:
-    return [{name: x for name, x in line.items() if not name.startswith(_OF_THE_MACHINE)} for line in of.metrics]
+    return [{name: x for name, x in line.items() if not name.startswith((*_OF_THE_MACHINE, *_OF_DRAFTS))} for line in of.metrics]
 
 
 def assert_same_run(first: Run, second: Run) -> None:
@@ -175,8 +183,10 @@ def assert_same_run(first: Run, second: Run) -> None:
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_neither_the_pipeline_nor_offload_changes_a_bit(data_parallel, plain):
-    """Though chunks were scored while later ones were still being decoded, and by the roles in another order."""
+def test_neither_the_pipeline_nor_offload_nor_draft_heads_change_a_bit(data_parallel, plain):
+    """Though chunks were scored while later ones were still being decoded, and by the roles in another order; and heads were trained."""
+    assert sum(line["medusa/drafted_tokens"] for line in data_parallel.metrics) > 0
+    assert all(line["medusa/grad_norm"] > 0 for line in data_parallel.metrics)
     assert_same_run(data_parallel, plain)
     trace = json.loads((data_parallel.directory / "trace" / "rank0.json").read_text())["traceEvents"]
     assert any(steps_after_a_score(trace, whole) for whole in trace if whole["name"] == "make_experience")
@@ -219,6 +229,25 @@ def test_the_trained_models_load_in_transformers(any_run):
         assert len(AutoTokenizer.from_pretrained(any_run.directory / role)) == model.config.vocab_size
     before, after = (load_file(Path(path, "model.safetensors")) for path in (any_run.actor, any_run.directory / "actor"))
     assert before.keys() == after.keys() and all(not torch.equal(before[name], after[name]) for name in before)
+
+
+@every("tensor_parallel", "data_parallel")
+def test_draft_heads_learn_and_are_saved_for_the_engine(any_run):
+    model = read_shape(any_run.actor)
+    heads = HeadsShape.of(Medusa(), model)
+    check_heads(any_run.directory / "medusa", Medusa(), model)
+    assert all(tensor.any() for tensor in load_heads(any_run.directory / "medusa", heads).values()), "blocks start from zero"
+    for line in any_run.metrics:
+        assert {f"medusa/head_{k}/{what}" for k in (1, 2, 3) for what in ("loss", "accuracy")} <= line.keys()
+        assert 0 <= line["medusa/steps_drafting"] <= 1 and line["medusa/tokens_per_forward"] >= 1
+    losses = [line["medusa/loss"] for line in any_run.metrics]
+    assert losses[-1] < losses[0]
+
+
+def test_frozen_heads_draft_and_stay(pipeline):
+    assert all(line["medusa/drafted_tokens"] > 0 and "medusa/loss" not in line for line in pipeline.metrics)
+    blocks = load_heads(pipeline.directory / "medusa", HeadsShape(2, 1, False, 0, 0))
+    assert not any(tensor.any() for name, tensor in blocks.items() if name.startswith("blocks."))
 
 
 def test_the_run_is_written_down(tensor_parallel):

@@ -29,8 +29,8 @@ def run(task: Task, name: str, ranks: int, overrides: dict[str, str]) -> tuple[R
 
 @pytest.fixture(scope="module")
 def separate(task) -> tuple[Run, Job]:
-    """A trainer and an engine, one rank each."""
-    return run(task, "separate", 2, SEPARATE)
+    """A trainer and an engine, one rank each; with draft heads."""
+    return run(task, "separate", 2, SEPARATE | {"medusa.enabled": "true", "medusa.drafted_tokens": "2"})
 
 
 def token_ids(finished: Run, iteration: int) -> list[list[int]]:
@@ -44,12 +44,13 @@ def test_the_engine_computes_what_the_trainer_does_and_leaves_nothing(separate):
     for line in finished.metrics:
         assert 0 < line["training/rollout_logprobs_diff_max"] < 1e-5 and 0 < line["sync/probe_difference"] < 1e-5
         assert line["sync/received_bytes"] == line["sync/bound_bytes"] > 0
+        assert line["medusa/drafted_tokens"] > 0 and line["medusa/grad_norm"] > 0
     assert abs(finished.metrics[1]["actor/reward_kl_penalty"]) > 1e-3, "the actor moved too little for a sync to show"
     assert "1 ranks and 1 for engines" in finished.output and "its whole shard" in finished.output
     assert job.processes() == [] and job.left_in_shared_memory() == []
 
 
-def test_the_samples_are_those_of_a_colocated_run(task, separate):
+def test_the_samples_are_those_of_a_colocated_run_without_drafts(task, separate):
     colocated, _ = run(task, "colocated", 1, {})
     for iteration in (0, 1):
         assert token_ids(separate[0], iteration) == token_ids(colocated, iteration)
