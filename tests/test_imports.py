@@ -29,7 +29,7 @@ SIDE_ROOMS = {"data", "rewards", "rollout_files", "tracking"}  # import settings
 WITHOUT_MEGATRON = [
     "config contradictions config_keys recipe batch algorithms data rewards rollout_files tracking plan launch",
     "parallel/grids parallel/reshard parallel/microbatches parallel/logprobs parallel/wire parallel/exchange parallel/job",
-    "models/hf_config models/weight_layout models/loss models/precision",
+    "models/hf_config models/weight_layout models/loss models/precision medusa/shape medusa/steps",
     "pipeline/dispatch pipeline/schedule pipeline/engine pipeline/control pipeline/generation pipeline/server pipeline/weight_sync",
     "medusa/shape medusa/files medusa/draft_length",
     "stages/serve",
@@ -37,7 +37,7 @@ WITHOUT_MEGATRON = [
 WITHOUT_TORCH = [
     "config contradictions config_keys recipe",
     "models/hf_config models/weight_layout parallel/grids parallel/reshard parallel/microbatches",
-    "medusa/shape medusa/draft_length",
+    "medusa/shape medusa/steps medusa/draft_length medusa/drafting",
 ]
 
 
@@ -124,7 +124,9 @@ def test_the_checks_see_the_package() -> None:
 def test_vllm_is_imported_by_the_engine_its_parts_and_its_wire_only() -> None:
     expected = ["engine", "nccl_wire", "vllm_parts", "vllm_sampling"]
     assert [name for name, file in MODULES.items() if uses(imports_of(file), "vllm")] == [f"rlhf_mc.pipeline.{name}" for name in expected]
-    assert [name for name, file in MODULES.items() if parts in imports_of(file)] == [engine]
+    for part, user in (("vllm_parts", "engine"), ("vllm_sampling", "vllm_parts")):
+        users = [name for name, file in MODULES.items() if f"rlhf_mc.pipeline.{part}" in imports_of(file)]
+        assert users == [f"rlhf_mc.pipeline.{user}"]
 
 
 @pytest.mark.parametrize("module", modules_named(WITHOUT_MEGATRON))

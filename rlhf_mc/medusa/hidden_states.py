@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rlhf_mc.config import Settings
 from rlhf_mc.medusa.heads import gather_features
 from rlhf_mc.medusa.loss import Labels, head_labels
+from rlhf_mc.medusa.steps import first_within, samples_of_steps
 from rlhf_mc.models.passes import HandOver
 from rlhf_mc.parallel.packing import PackedMicrobatch
 from rlhf_mc.parallel.world import World
@@ -23,43 +25,64 @@ class _Sample:
     labels: Labels
 
 
-class HiddenStates:
-    """Of the samples of one iteration, numbered 0 .. num_samples, the rows that answer, detached, and the heads' labels.
+@dataclass(frozen=True)
+class StepSamples:
+    """samples: what one optimizer step takes, on all ranks together.  counts: int64[K] on the host, valid labels of each head in them."""
 
-    A rank of the last pipeline stage holds the samples that it scored; of their rows it keeps H/t columns, so that the tensor
-    ranks share the memory. wanted: the samples to keep; None: all.
+    samples: list[int]
+    counts: Tensor
+
+
+class HiddenStates:
+    """Of the samples of one iteration the rows that answer, detached, and the heads' labels, for the optimizer steps on them.
+
+    A rank of the last pipeline stage holds samples that it scored; of their rows it keeps H/t columns, so that the tensor
+    ranks share the memory. steps: for each step the samples that it may take, by number and in that order; it takes the
+    first, up to `step_tokens` rows on all ranks together. What no step can take anymore is not kept: a rank holds at most
+    `step_tokens` rows for each step, or one longer sample.
     """
 
-    def __init__(self, world: World, num_samples: int, num_heads: int, wanted: Collection[int] | None = None) -> None:
-        self.world, self.num_samples, self.num_heads = world, num_samples, num_heads
-        self._wanted = torch.zeros(num_samples, dtype=torch.bool)
-        self._wanted[slice(None) if wanted is None else sorted(wanted)] = True
+    def __init__(self, world: World, num_heads: int, steps: Sequence[Sequence[int]], step_tokens: int | None = None) -> None:
+        self.world, self.num_heads, self.steps, self.step_tokens = world, num_heads, steps, step_tokens
+        self._num_rows: dict[int, int] = {}
         self._samples: dict[int, _Sample] = {}
 
-    def receiver(self, sample_numbers: Sequence[int] | Tensor) -> HandOver:
-        """What `score` takes as `hand_over` for a batch whose sequence b is sample sample_numbers[b].
+    @staticmethod
+    def of(world: World, settings: Settings, iteration: int) -> HiddenStates:
+        """For the steps of one iteration of PPO, whose samples are numbered as in its rollout."""
+        section = settings.medusa
+        steps = samples_of_steps(settings.num_sequences, section.steps, settings.trainer.seed, iteration)
+        return HiddenStates(world, section.num_heads, steps, section.step_tokens)
 
-        A sample that comes again takes the place of what was kept of it.
-        """
+    def receiver(self, sample_numbers: Sequence[int] | Tensor) -> HandOver:
+        """What `score` takes as `hand_over` for a batch whose sequence b is sample sample_numbers[b]; each sample comes once."""
         numbers = torch.as_tensor(sample_numbers)
 
         def receive(rows: Tensor, packed: PackedMicrobatch) -> None:
-            self._keep(rows, head_labels(packed, self.num_heads), numbers[packed.sequence_ids])
+            self._receive(rows, head_labels(packed, self.num_heads), numbers[packed.sequence_ids])
 
         return receive
 
-    def _keep(self, rows: Tensor, labels: Labels, numbers: Tensor) -> None:
+    def _receive(self, rows: Tensor, labels: Labels, numbers: Tensor) -> None:
         """numbers: int64[n] on the host, whose each row is; those of one sample lie together."""
-        wanted = self._wanted[numbers].nonzero().squeeze(1)
-        if not wanted.numel():
-            return
-        index = wanted.to(rows.device)
+        samples, sizes = numbers.unique_consecutive(return_counts=True)
+        self._num_rows.update(zip(samples.tolist(), sizes.tolist()))
+        takeable = {number for samples in self.steps for number in first_within(samples, self._num_rows, self.step_tokens)}
+        self._samples = {number: sample for number, sample in self._samples.items() if number in takeable}
+        kept = torch.isin(numbers, torch.tensor(sorted(takeable), dtype=numbers.dtype)).nonzero().squeeze(1)
+        if kept.numel():
+            self._keep(rows, labels, numbers, kept)
+
+    def _keep(self, rows: Tensor, labels: Labels, numbers: Tensor, kept: Tensor) -> None:
+        """kept: int64[m] on the host, at least one: which of the rows."""
+        index = kept.to(rows.device)
         width = rows.size(1) // self.world.grid.tensor
         columns = rows.detach().narrow(1, self.world.grid.tensor_rank * width, width)[index].cpu()
         tokens, valid = labels.tokens[:, index].cpu(), labels.valid[:, index].cpu()
-        samples, sizes = numbers[wanted].unique_consecutive(return_counts=True)
-        parts = zip(*(values.split(sizes.tolist(), dim) for values, dim in ((columns, 0), (tokens, 1), (valid, 1))))
-        for sample, (its_columns, its_tokens, its_valid) in zip(samples.tolist(), parts):
+        samples, sizes = (values.tolist() for values in numbers[kept].unique_consecutive(return_counts=True))
+        # Copies: a view would keep the rows of the whole micro-batch alive after its other samples are dropped.
+        parts = zip(*([part.clone() for part in values.split(sizes, dim)] for values, dim in ((columns, 0), (tokens, 1), (valid, 1))))
+        for sample, (its_columns, its_tokens, its_valid) in zip(samples, parts):
             self._samples[sample] = _Sample(its_columns, Labels(its_tokens, its_valid))
 
     @property
@@ -67,14 +90,20 @@ class HiddenStates:
         """Host memory of the rows on this rank."""
         return sum(sample.columns.nbytes for sample in self._samples.values())
 
-    def census(self) -> Tensor:
-        """Collective over all ranks. int64[num_samples, 1 + K]: rows of each sample, and valid labels of each head; 0 where not kept."""
-        table = torch.zeros(self.num_samples, 1 + self.num_heads, dtype=torch.int64)
+    def taken(self) -> list[StepSamples]:
+        """Collective over all ranks. What each step takes, the same on every rank, once all samples have come."""
+        numbers = [number for samples in self.steps for number in samples]
+        table = torch.zeros(len(numbers), 1 + self.num_heads, dtype=torch.int64)
         if self.world.grid.speaks:
-            for number, sample in self._samples.items():
-                table[number, 0] = sample.columns.size(0)
-                table[number, 1:] = sample.labels.valid.sum(dim=1)
-        return self.world.sum_over_ranks(table)
+            for line, number in enumerate(numbers):
+                table[line, 0] = self._num_rows.get(number, 0)
+                if number in self._samples:
+                    table[line, 1:] = self._samples[number].labels.valid.sum(dim=1)
+        census = dict(zip(numbers, self.world.sum_over_ranks(table)))
+        num_rows = {number: int(line[0]) for number, line in census.items()}
+        taken = [first_within(samples, num_rows, self.step_tokens) for samples in self.steps]
+        none = torch.zeros(self.num_heads, dtype=torch.int64)
+        return [StepSamples(samples, sum((census[number][1:] for number in samples), none)) for samples in taken]
 
     def chunks(self, samples: Sequence[int], max_rows: int) -> Iterator[tuple[Tensor, Labels]]:
         """Collective over the tensor-parallel group: every rank must take every item. The rows of `samples` that this rank holds.
@@ -94,4 +123,5 @@ class HiddenStates:
 
     def clear(self) -> None:
         """Forgets all rows and gives their memory back."""
+        self._num_rows.clear()
         self._samples.clear()

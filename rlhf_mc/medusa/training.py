@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from rlhf_mc.algorithms.schedule import lr_at
 from rlhf_mc.batch import SequenceBatch
 from rlhf_mc.config import Medusa, Settings
 from rlhf_mc.medusa.drafter import DraftModel, update_heads
-from rlhf_mc.medusa.hidden_states import HiddenStates
+from rlhf_mc.medusa.hidden_states import HiddenStates, StepSamples
 from rlhf_mc.medusa.loss import count_labels, head_labels, head_metrics, heads_loss, sum_names
 from rlhf_mc.models.heads import padded_output_weight
 from rlhf_mc.models.loss import Loss, LossSum
@@ -22,30 +21,6 @@ from rlhf_mc.parallel.packing import PackedMicrobatch
 
 # Elements [n, H] of the rows of one chunk: bounds the device memory of activations to about 10 K L times as many bytes.
 _CHUNK_ELEMENTS = 1 << 24
-
-# Makes the shuffle another than that of the mini-batches, which is drawn from (seed, iteration, epoch).
-_SHUFFLE = 2**32 - 1
-
-
-def samples_of_steps(num_samples: int, steps: int, seed: int, iteration: int) -> list[list[int]]:
-    """Which samples each optimizer step of an iteration may train on: all of them, shuffled and dealt out to the steps.
-
-    A pure function. At most `steps` lists, none empty.
-    """
-    order = numpy.random.default_rng((seed, iteration, _SHUFFLE)).permutation(num_samples).tolist()
-    return [order[step::steps] for step in range(min(steps, num_samples))]
-
-
-def first_within(samples: Sequence[int], num_rows: Sequence[int], step_tokens: int) -> list[int]:
-    """The first of `samples` whose rows together are at most `step_tokens`; the first with rows in any case, for there must be one."""
-    chosen: list[int] = []
-    total = 0
-    for sample in (s for s in samples if num_rows[s]):
-        total += num_rows[sample]
-        if chosen and total > step_tokens:
-            break
-        chosen.append(sample)
-    return chosen
 
 
 def _pass(
@@ -68,35 +43,29 @@ def _pass(
 
 
 def step_heads(
-    drafter: DraftModel, actor: RoleModel, hidden: HiddenStates, samples: Sequence[int], counts: Tensor, decay: float, lr: float
+    drafter: DraftModel, actor: RoleModel, hidden: HiddenStates, taken: StepSamples, decay: float, lr: float
 ) -> tuple[dict[str, float], float]:
-    """Collective over all ranks. One optimizer step on `samples`: the sums of `sum_names` before it, and the gradient norm.
+    """Collective over all ranks. One optimizer step on what it takes: the sums of `sum_names` before it, and the gradient norm.
 
-    counts: int64[K], valid labels of each head in these samples, on all ranks. The actor gives its output layer, if that is
-    shared, and gets no gradient.
+    The actor gives its output layer, if that is shared, and gets no gradient.
     """
     zero_gradients(drafter)
     drafter.accumulating = True
-    sums = _pass(drafter, actor, hidden, samples, counts, decay)
+    sums = _pass(drafter, actor, hidden, taken.samples, taken.counts, decay)
     return sums, update_heads(drafter, lr)
 
 
 def train_heads(drafter: DraftModel, actor: RoleModel, hidden: HiddenStates, settings: Settings, iteration: int) -> dict[str, float]:
     """Collective over all ranks. The optimizer steps of one iteration of PPO, on what is kept of its samples; medusa/... metrics.
 
-    The steps' samples are a function of the seed and the iteration, within `step_tokens`; so they are the same on every layout.
-    Losses and accuracies are means over all labels of the iteration, each measured before the step that used it.
+    Losses and accuracies are means over all labels of the steps, each measured before the step that used it.
     """
     section = settings.medusa
-    census = hidden.census()
-    num_rows = census[:, 0].tolist()
     sums = dict.fromkeys(sum_names(drafter.shape.num_heads), 0.0)
     grad_norms: list[float] = []
-    for step, dealt in enumerate(samples_of_steps(hidden.num_samples, section.steps, settings.trainer.seed, iteration)):
-        samples = first_within(dealt, num_rows, section.step_tokens)
+    for step, taken in enumerate(hidden.taken()):
         lr = lr_at(iteration * section.steps + step, settings.trainer.iterations * section.steps, section.optim)
-        counts = census[samples, 1:].sum(dim=0)
-        of_step, grad_norm = step_heads(drafter, actor, hidden, samples, counts, section.loss_decay, lr)
+        of_step, grad_norm = step_heads(drafter, actor, hidden, taken, section.loss_decay, lr)
         sums = {name: total + of_step[name] for name, total in sums.items()}
         grad_norms.append(grad_norm)
     metrics = head_metrics(sums, drafter.shape.num_heads, section.loss_decay)
@@ -105,9 +74,10 @@ def train_heads(drafter: DraftModel, actor: RoleModel, hidden: HiddenStates, set
 
 @torch.no_grad()
 def measure_heads(drafter: DraftModel, actor: RoleModel, hidden: HiddenStates, decay: float) -> dict[str, float]:
-    """Collective over all ranks. Losses and accuracies of the heads on all that `hidden` keeps, as `train_heads` names them."""
-    counts = hidden.census()[:, 1:].sum(dim=0)
-    sums = _pass(drafter, actor, hidden, range(hidden.num_samples), counts, decay)
+    """Collective over all ranks. Losses and accuracies on what the steps would take of `hidden`, named as by `train_heads`."""
+    taken = hidden.taken()
+    samples = [number for step in taken for number in step.samples]
+    sums = _pass(drafter, actor, hidden, samples, torch.stack([step.counts for step in taken]).sum(dim=0), decay)
     return head_metrics(sums, drafter.shape.num_heads, decay)
 
 
@@ -115,7 +85,7 @@ def joint_loss(drafter: DraftModel, actor: RoleModel, batch: SequenceBatch, sect
     """For `accumulate_gradients(..., beside=)` on `batch`: joint_weight times the heads' loss (Medusa-2, arXiv:2401.10774, section 2.2.2).
 
     Its gradient reaches the heads and the actor, though not the actor's output layer through the heads. The caller zeroes
-    the heads' gradients before, and calls `update_heads` after.
+    the heads' gradients before this, and calls `update_heads` after; in between the heads count as accumulating.
     """
     drafter.check_present("params", "gradients")
     num_heads = drafter.shape.num_heads

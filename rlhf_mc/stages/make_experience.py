@@ -102,7 +102,7 @@ class Making:
         if resources_of(run).can_score_between:
             run.residency.expect(Visit(self._to_score[0], Part.PARAMS))
         if run.trains_heads:
-            run.hidden = HiddenStates(run.world, len(prompts) * self._samples_per_prompt, run.drafter.shape.num_heads)
+            run.hidden = HiddenStates.of(run.world, run.settings, iteration)
         self._generation = start_rollout(run, prompts, run.settings.rollout, iteration)
 
     def _schedule(self) -> list[Operation]:

@@ -13,6 +13,7 @@ from rlhf_mc.config import Medusa, MicroBatch, Optim, Parallel, Settings, Traine
 from rlhf_mc.medusa import training
 from rlhf_mc.medusa.drafter import DraftModel, build_drafter, update_heads
 from rlhf_mc.medusa.hidden_states import HiddenStates
+from rlhf_mc.medusa.steps import samples_of_steps
 from rlhf_mc.medusa.training import joint_loss, measure_heads, train_heads
 from rlhf_mc.models.passes import accumulate_gradients, score, update, zero_gradients
 from rlhf_mc.models.role import RoleModel
@@ -21,9 +22,11 @@ from rlhf_mc.parallel.world import World
 BY_TOKENS = MicroBatch(tokens=25)
 
 
-def settings_of(world: World, medusa: dict[str, Any], optim: dict[str, Any], dtype: str = "fp32") -> Settings:
+def settings_of(
+    world: World, medusa: dict[str, Any], optim: dict[str, Any], dtype: str = "fp32", distributed_optimizer: bool = True
+) -> Settings:
     """Of a run with draft heads on the grid of `world`."""
-    parallel = Parallel(world.grid.tensor, world.grid.pipeline, distributed_optimizer=True)
+    parallel = Parallel(world.grid.tensor, world.grid.pipeline, distributed_optimizer)
     return Settings(
         trainer=Trainer(device="cpu", dtype=dtype, iterations=10),
         parallel=parallel,
@@ -36,9 +39,11 @@ def weights_of(drafter: DraftModel) -> dict[str, Tensor]:
     return {name: tensor.cpu().clone() for name, tensor in drafter.export()}
 
 
-def kept(world: World, actor: RoleModel, batch: SequenceBatch, num_heads: int, wanted: list[int] | None = None) -> HiddenStates:
-    """The rows of a scoring forward of `batch`."""
-    hidden = HiddenStates(world, len(batch), num_heads, wanted)
+def kept(
+    world: World, actor: RoleModel, batch: SequenceBatch, num_heads: int, steps: list[list[int]], step_tokens: int | None = None
+) -> HiddenStates:
+    """What a scoring forward of `batch` leaves for `steps`."""
+    hidden = HiddenStates(world, num_heads, steps, step_tokens)
     score(actor, batch, "predicted", BY_TOKENS, hand_over=hidden.receiver(range(len(batch))))
     return hidden
 
@@ -52,6 +57,7 @@ def train(
     num_iterations: int,
     tensors: dict[str, Tensor] | None = None,
     dtype: str = "fp32",
+    distributed_optimizer: bool = True,
     chunk_elements: int = training._CHUNK_ELEMENTS,
 ) -> dict[str, Any]:
     """`num_iterations` of training on the same kept rows: metrics of each, and the heads before and after.
@@ -59,10 +65,11 @@ def train(
     Last, whether the actor's weights, and a gradient that it had accumulated before, are bit for bit what they were.
     """
     actor = make_role(world, directory, optim=Optim(), dtype=dtype)
-    settings = settings_of(world, medusa, optim, dtype)
+    settings = settings_of(world, medusa, optim, dtype, distributed_optimizer)
     drafter = build_drafter(settings, actor, trained=True, tensors=tensors)
     before = weights_of(drafter)
-    hidden = kept(world, actor, batch, drafter.shape.num_heads)
+    steps = samples_of_steps(len(batch), settings.medusa.steps, seed=1, iteration=0)
+    hidden = kept(world, actor, batch, drafter.shape.num_heads, steps)
     zero_gradients(actor)
     accumulate_gradients(actor, batch, "predicted", BY_TOKENS, negative_log_likelihood(100))
     of_actor = [tensor.clone() for tensor in (*actor.weights(), *gradients(actor))]
@@ -95,7 +102,7 @@ def bits_with_and_without(world: World, directory: str, batch: SequenceBatch) ->
     scores, grads = [], []
     for with_heads in (False, True):
         actor = make_role(world, directory, optim=Optim())
-        hidden = HiddenStates(world, len(batch), settings.medusa.num_heads)
+        hidden = HiddenStates(world, settings.medusa.num_heads, steps=[[0, 1], [2, 3, 4]])
         hand_over = hidden.receiver(range(len(batch))) if with_heads else None
         scores.append(score(actor, batch, "predicted", BY_TOKENS, hand_over=hand_over))
         if with_heads:
@@ -124,18 +131,21 @@ def train_jointly(
     return {"sums": sums, "grad_norms": grad_norms, "actor": exported(actor), "heads": weights_of(drafter)}
 
 
-def take(world: World, directory: str, batch: SequenceBatch, wanted: list[int], max_rows: int) -> dict[str, Any]:
-    """What is kept of `wanted`. sizes: of the chunks of all.  samples: by number, (rows, tokens, valid) of those on this rank."""
-    hidden = kept(world, make_role(world, directory), batch, num_heads=2, wanted=wanted)
+def take(
+    world: World, directory: str, batch: SequenceBatch, steps: list[list[int]], step_tokens: int | None, max_rows: int
+) -> dict[str, Any]:
+    """What is kept for `steps`. sizes: of the chunks of all.  samples: by number, (rows, tokens, valid) of those on this rank."""
+    hidden = kept(world, make_role(world, directory), batch, num_heads=2, steps=steps, step_tokens=step_tokens)
     samples = {}
     for number in range(len(batch)):
         for rows, labels in hidden.chunks([number], max_rows=1000):
             samples[number] = (rows, labels.tokens, labels.valid)
     sizes = [rows.size(0) for rows, _ in hidden.chunks(range(len(batch)), max_rows)]
-    num_bytes, census = hidden.num_bytes, hidden.census()
+    taken = [(step.samples, step.counts.tolist()) for step in hidden.taken()]
+    num_bytes = hidden.num_bytes
     hidden.clear()
-    after_clear = (hidden.num_bytes, int(hidden.census().sum()))
-    return {"sizes": sizes, "samples": samples, "census": census, "num_bytes": num_bytes, "after clear": after_clear}
+    after_clear = (hidden.num_bytes, [step.samples for step in hidden.taken()])
+    return {"sizes": sizes, "samples": samples, "taken": taken, "num_bytes": num_bytes, "after clear": after_clear}
 
 
 def error_of_tensors(world: World, directory: str, tensors: dict[str, Tensor]) -> str:

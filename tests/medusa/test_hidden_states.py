@@ -9,8 +9,8 @@ from tiny_models import random_batch, sequences_of, tiny_language_model
 from torch import Tensor
 
 BATCH = random_batch([9, 13, 5, 20, 11, 1])
-WANTED, MAX_ROWS, HIDDEN = [0, 3, 4, 5], 6, 32
-NUM_ROWS = [8, 0, 0, 19, 10, 0]  # one fewer than tokens; the last sequence has nothing to predict
+STEPS, MAX_ROWS, HIDDEN = [[4, 0], [5, 3]], 6, 32
+NUM_ROWS = [8, 12, 4, 19, 10, 0]  # one fewer than tokens; the last sequence has nothing to predict
 
 
 def rows_of(sample: int) -> Tensor:
@@ -21,8 +21,8 @@ def rows_of(sample: int) -> Tensor:
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, data=2), Layout(tensor=2, pipeline=2)], ids=str)
-def test_rows_and_labels_of_the_wanted_samples(ranks: RankPool, language_model, layout: Layout) -> None:
-    arguments = dict(directory=language_model("llama"), batch=BATCH, wanted=WANTED, max_rows=MAX_ROWS)
+def test_rows_and_labels_of_the_samples_in_steps(ranks: RankPool, language_model, layout: Layout) -> None:
+    arguments = dict(directory=language_model("llama"), batch=BATCH, steps=STEPS, step_tokens=None, max_rows=MAX_ROWS)
     holders: list[int] = []
     for result in ranks.run("medusa.on_ranks:take", layout, **arguments):
         samples = result["samples"]
@@ -37,6 +37,17 @@ def test_rows_and_labels_of_the_wanted_samples(ranks: RankPool, language_model, 
         num_rows = sum(NUM_ROWS[number] for number in samples)
         assert sum(result["sizes"]) == num_rows and all(size == MAX_ROWS for size in result["sizes"][:-1])
         assert result["num_bytes"] == num_rows * HIDDEN // layout.tensor * 4, "each tensor rank has its columns only"
-        assert result["census"].tolist() == [[n, max(0, n - 1), max(0, n - 2)] for n in NUM_ROWS]
-        assert result["after clear"] == (0, 0)
+        assert result["taken"] == [([4, 0], [16, 14]), ([3], [18, 17])]
+        assert result["after clear"] == (0, [[], []])
     assert sorted(holders) == sorted([0, 3, 4] * layout.tensor), "on the tensor ranks of one data-parallel rank, last stage"
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(data=2)], ids=str)
+def test_what_no_step_can_take_is_not_kept(ranks: RankPool, language_model, layout: Layout) -> None:
+    """The limit cuts the same samples on every layout, and bounds what a rank holds."""
+    steps, step_tokens = [[4, 2, 1, 0], [3, 5]], 15
+    arguments = dict(directory=language_model("llama"), batch=BATCH, steps=steps, step_tokens=step_tokens, max_rows=MAX_ROWS)
+    for result in ranks.run("medusa.on_ranks:take", layout, **arguments):
+        assert result["taken"] == [([4, 2], [9 + 3, 8 + 2]), ([3], [18, 17])]
+        assert sum(NUM_ROWS[number] for number in result["samples"] if number in steps[0]) <= step_tokens
+        assert layout.data > 1 or sorted(result["samples"]) == [2, 3, 4]

@@ -13,7 +13,7 @@ from ranks import Layout, RankPool
 from tiny_models import VOCAB, random_batch, sequences_of, tiny_language_model
 from torch import Tensor
 
-from rlhf_mc.medusa.training import first_within, samples_of_steps
+from rlhf_mc.medusa.steps import samples_of_steps
 
 BATCH = random_batch([9, 13, 5, 20, 11])
 NUM_HEADS, NUM_LAYERS, DECAY = 3, 2, 0.8
@@ -95,9 +95,9 @@ def reference_training(shared: bool) -> dict[str, Any]:
     params = list(heads.weights.values())
     optimizer = adamw(params)
     grad_norms = []
-    for iteration in range(NUM_ITERATIONS):
+    for _ in range(NUM_ITERATIONS):
         of_iteration = []
-        for samples in samples_of_steps(len(BATCH), MEDUSA["steps"], seed=1, iteration=iteration):
+        for samples in samples_of_steps(len(BATCH), MEDUSA["steps"], seed=1, iteration=0):
             optimizer.zero_grad()
             heads.loss(samples).backward()
             of_iteration.append(clipped_step(optimizer, params))
@@ -140,6 +140,12 @@ def test_layouts(ranks: RankPool, language_model, layout: Layout, shared: bool) 
     assert_same_training(trained(ranks, layout, language_model("llama"), shared), shared)
 
 
+@pytest.mark.parametrize("layout", [Layout(tensor=2, pipeline=2), Layout(tensor=2, data=2)], ids=str)
+def test_the_plain_optimizer(ranks: RankPool, language_model, layout: Layout) -> None:
+    """Its gradient norm is summed over one copy of the model, of which stages before the last have no heads."""
+    assert_same_training(trained(ranks, layout, language_model("llama"), distributed_optimizer=False), shared=True)
+
+
 @pytest.mark.parametrize("layout", [Layout(tensor=2, data=2)], ids=str)
 def test_chunks_of_rows_change_nothing(ranks: RankPool, language_model, layout: Layout) -> None:
     """Chunks of four rows: samples are cut, and data-parallel ranks have different numbers of chunks."""
@@ -162,9 +168,12 @@ def test_new_heads_say_what_the_actor_says_and_all_of_them_learn(ranks: RankPool
     assert last["medusa/loss"] < 0.5 * first["medusa/loss"] and first["medusa/lr"] == optim["lr"]
 
 
-def test_bf16_heads_have_fp32_main_params(ranks: RankPool, language_model) -> None:
-    """Steps too small for bf16 add up."""
-    results = trained(ranks, Layout(tensor=2, data=2), language_model("llama"), dtype="bf16", optim=dict(lr=2e-2), num_iterations=10)
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+@pytest.mark.parametrize("layout", [Layout(tensor=2, data=2), Layout(pipeline=2)], ids=str)
+def test_bf16(ranks: RankPool, language_model, layout: Layout, distributed: bool) -> None:
+    """Heads learn in the actor's precision, and every rank exports the same bits."""
+    arguments = dict(dtype="bf16", optim=dict(lr=2e-2), num_iterations=10, distributed_optimizer=distributed)
+    results = trained(ranks, layout, language_model("llama"), **arguments)
     first, last = results[0]["metrics"][0], results[0]["measured"]
     assert all(weight.dtype == torch.bfloat16 for weight in results[0]["after"].values())
     assert last["medusa/loss"] < 0.5 * first["medusa/loss"]
@@ -236,23 +245,6 @@ def test_joint_training_reaches_the_actor(ranks: RankPool, language_model, layou
         torch.testing.assert_close(torch.tensor(result["grad_norms"]), torch.tensor(expected["grad_norms"]), rtol=1e-5, atol=0)
         assert_weights(result["heads"], expected["heads"])
         assert_weights(result["actor"], {name: expected["actor"][name] for name in result["actor"]})
-
-
-def test_every_sample_belongs_to_one_step() -> None:
-    steps = samples_of_steps(7, 3, seed=1, iteration=4)
-    assert sorted(sample for samples in steps for sample in samples) == list(range(7))
-    assert [len(samples) for samples in steps] == [3, 2, 2]
-    assert steps == samples_of_steps(7, 3, seed=1, iteration=4)
-    assert steps != samples_of_steps(7, 3, seed=1, iteration=5) and steps != samples_of_steps(7, 3, seed=2, iteration=4)
-    assert samples_of_steps(2, 3, seed=1, iteration=0) in ([[0], [1]], [[1], [0]])
-
-
-def test_a_step_takes_whole_samples_within_its_tokens() -> None:
-    num_rows = [4, 0, 3, 2, 9]
-    assert first_within([2, 1, 0, 3], num_rows, step_tokens=7) == [2, 0]
-    assert first_within([2, 1, 0, 3], num_rows, step_tokens=8) == [2, 0], "no later sample is drawn forward"
-    assert first_within([4, 2], num_rows, step_tokens=5) == [4], "one sample in any case"
-    assert first_within([1], num_rows, step_tokens=5) == []
 
 
 @pytest.mark.parametrize("layout", [Layout(data=2)], ids=str)

@@ -70,7 +70,8 @@ def heads_of(model: PreTrainedModel, heads: HeadsShape, scale: float) -> dict[st
     """Draft heads with random blocks. At scale 0 they guess that the next token comes again."""
     generator = torch.Generator().manual_seed(0)
     blocks = {name: torch.randn(heads.hidden, heads.hidden, generator=generator) * scale for name in heads.block_names}
-    return {name: values.to(model.dtype) for name, values in blocks.items()} | dict.fromkeys(heads.output_names, model.lm_head.weight.detach())
+    blocks = {name: values.to(model.dtype) for name, values in blocks.items()}
+    return blocks | dict.fromkeys(heads.output_names, model.lm_head.weight.detach())
 
 
 def blocks_of(
@@ -230,7 +231,9 @@ def record_samples(engine: Engine, path: str, spec: dict, rollout: Rollout, grid
     }
 
 
-def sampled(engine: Engine, requests: Sequence[SampleRequest], drafts: Callable[[int], int], greedy: bool = False) -> tuple[list[Completion], list[Step]]:
+def sampled(
+    engine: Engine, requests: Sequence[SampleRequest], drafts: Callable[[int], int], greedy: bool = False
+) -> tuple[list[Completion], list[Step]]:
     """The samples, and the steps that it took; `drafts` says how many tokens each step drafts."""
     engine.submit(dict(enumerate(requests)), version=3, greedy=greedy)
     found, steps = {}, []

@@ -52,7 +52,10 @@ def launch(directory: Path, model: PretrainedConfig, spec: dict) -> Launch:
 def replicas(tmp_path_factory) -> Launch:
     """Four replicas of an untied Llama, fp32, temperature 0.7, in an engine that does not repack weights."""
     model = LlamaConfig(**SIZES, tie_word_embeddings=False)
-    spec = dict(training_tensor=4, tensor=1, repacks=False, dtype="fp32", temperature=0.7, kv_cache_gib=0.01, bad_update="missing", end="closed", heads="shared")
+    spec = dict(
+        training_tensor=4, tensor=1, repacks=False, dtype="fp32", temperature=0.7, kv_cache_gib=0.01,
+        bad_update="missing", end="closed", heads="shared",
+    )  # fmt: skip
     return launch(tmp_path_factory.mktemp("replicas"), model, spec)
 
 
@@ -60,7 +63,10 @@ def replicas(tmp_path_factory) -> Launch:
 def tensor_parallel(tmp_path_factory) -> Launch:
     """One tied Qwen2 over two ranks, fp32, temperature 1, with a KV cache for little more than one sequence."""
     model = Qwen2Config(**SIZES, tie_word_embeddings=True)
-    spec = dict(training_tensor=2, tensor=2, repacks=True, dtype="fp32", temperature=1.0, kv_cache_gib=0.0001, bad_update="twice", end="closed", heads="own")
+    spec = dict(
+        training_tensor=2, tensor=2, repacks=True, dtype="fp32", temperature=1.0, kv_cache_gib=0.0001,
+        bad_update="twice", end="closed", heads="own",
+    )  # fmt: skip
     return launch(tmp_path_factory.mktemp("tensor"), model, spec)
 
 
@@ -68,7 +74,10 @@ def tensor_parallel(tmp_path_factory) -> Launch:
 def killed(tmp_path_factory) -> Launch:
     """Two replicas of a tied Qwen3, each over two ranks at an interval, bf16; in the end rank 1 dies by SIGKILL."""
     model = Qwen3Config(**SIZES, tie_word_embeddings=True)
-    spec = dict(training_tensor=4, tensor=2, repacks=True, dtype="bf16", temperature=1.0, kv_cache_gib=0.01, bad_update="missing", end="killed", heads=None)
+    spec = dict(
+        training_tensor=4, tensor=2, repacks=True, dtype="bf16", temperature=1.0, kv_cache_gib=0.01,
+        bad_update="missing", end="killed", heads=None,
+    )  # fmt: skip
     return launch(tmp_path_factory.mktemp("killed"), model, spec)
 
 
