@@ -16,6 +16,7 @@ class Drafting:
         self._history = DraftStatistics(num_heads)
         self._last: DraftStatistics | None = None
         self._change: float | None = None
+        self._first_metrics: dict[str, float] = {}
         self.schedule: DraftSchedule = choose(self._history) if self._chooses else fixed(drafted_tokens or 0)
 
     def observe(self, replicas: Iterable[Sequence[float]]) -> list[str]:
@@ -24,6 +25,8 @@ class Drafting:
         rollout = DraftStatistics.from_numbers(self._history.num_heads, sums)
         self._change = _difference(self._last, rollout)
         self._last, self._history = rollout, self._history.then(rollout)
+        if not self._first_metrics and rollout.num_heads and rollout.positions[0].checked:
+            self._first_metrics = self.metrics()
         if not self._chooses:
             return []
         before, self.schedule = self.schedule, choose(self._history, self.schedule)
@@ -38,6 +41,14 @@ class Drafting:
             return {}
         found = metrics(self._last, self._history)
         return found if self._change is None else found | {"medusa/acceptance_change": self._change}
+
+    def summary(self) -> dict[str, tuple[float | None, float | None]]:
+        """What a run ends with: of the first rollout with drafts and the last rollout, by name; {} where there was none."""
+        if not self._first_metrics:
+            return {}
+        shown = {"draft_acceptance": "acceptance/position_1", "tokens_per_forward": "tokens_per_forward", "draft_speedup": "speedup_estimate"}
+        first, last = self._first_metrics, self.metrics()
+        return {label: (first.get(f"medusa/{name}"), last.get(f"medusa/{name}")) for label, name in shown.items()}
 
 
 def _difference(before: DraftStatistics | None, after: DraftStatistics) -> float | None:

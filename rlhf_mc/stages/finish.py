@@ -32,7 +32,8 @@ def finish(run: Run, before: dict[str, float], after: dict[str, float]) -> None:
         run.tracker.say(f"device of rank {run.world.rank} between stages\n{run.residency.residue()}")
     names = {name: None for name in (*before, *after)}
     rows = [Comparison(name.removeprefix("val/"), before.get(name), after.get(name)) for name in names]
-    run.tracker.before_and_after("Held-out prompts, greedy", rows)
+    rows += [Comparison(label, first, last) for label, (first, last) in run.drafting.summary().items()]
+    run.tracker.before_and_after("Held-out prompts, greedy" + (", and drafts" if run.drafting.summary() else ""), rows)
     peak = run.world.sum_over_ranks(torch.tensor([run.clock.host_peak_gib], dtype=torch.float64)).item()
     run.tracker.say(f"peak of host memory: {peak:.2f} GiB (resident, the peaks of all {run.world.size} ranks added)")
     models = "actor/ and critic/ (Hugging Face), " if settings.trainer.trains else ""

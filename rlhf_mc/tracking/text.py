@@ -54,6 +54,8 @@ SUMMARY_COLUMNS = (
     _Column("accuracy", "train/accuracy"),
     _Column("pg_loss", "actor/pg_loss"),
     _Column("vf_loss", "critic/vf_loss"),
+    _Column("tok/fwd", "medusa/tokens_per_forward"),
+    _Column("speedup", "medusa/speedup_estimate"),
     _Column("tok/s/dev", "perf/throughput"),
     _Column("{}_s", "timing_s/*"),
     _Column("host_gib", "perf/host_rss_peak_gib"),

@@ -62,7 +62,7 @@ def run(task: Task, name: str, family: str, **overrides: str) -> Run:
 @pytest.fixture(scope="module")
 def tensor_parallel(task) -> Run:
     """A tied Qwen3 with draft heads that use its output layer, TP2 for training and for sampling."""
-    two = dict(medusa__enabled="true", parallel__tensor="2", rollout__tensor_parallel="2")
+    two = dict(medusa__enabled="true", medusa__drafted_tokens="2", parallel__tensor="2", rollout__tensor_parallel="2")
     return run(task, "tensor_parallel", "qwen3", wandb__mode="offline", trainer__evaluate_every="2", **two)
 
 
@@ -251,8 +251,9 @@ def test_frozen_heads_draft_and_stay(pipeline):
 def test_the_run_is_written_down(tensor_parallel):
     directory = tensor_parallel.directory
     rows = json.loads((directory / "summary.json").read_text())["rows"]
-    assert {row["label"] for row in rows} == {"reward_model", "response_length"}
-    assert all(row["change"] == pytest.approx(row["after"] - row["before"]) for row in rows)
+    assert {row["label"] for row in rows} == {"reward_model", "response_length", "draft_acceptance", "tokens_per_forward", "draft_speedup"}
+    measured = [row for row in rows if row["label"] != "draft_speedup"]  # unknown where every step drafts
+    assert all(row["change"] == pytest.approx(row["after"] - row["before"]) for row in measured)
     assert [line["iteration"] for line in tensor_parallel.metrics if "val/reward_model" in line] == [1]
     assert [row["iteration"] for row in tensor_parallel.samples] == [0] * 8 + [1] * 8 + [2] * 8
     (run_file,) = directory.glob("wandb/offline-run-*/run-*.wandb")
