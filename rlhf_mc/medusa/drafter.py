@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rlhf_mc.config import ConfigError, Settings
+from rlhf_mc.medusa.files import save_heads
 from rlhf_mc.medusa.heads import MedusaHeads
 from rlhf_mc.medusa.shape import HeadsShape, trainer_pieces
 from rlhf_mc.models.heads import padded_output_weight
-from rlhf_mc.models.hf_weights import Owned, gather_tensors
+from rlhf_mc.models.hf_config import ModelShape
+from rlhf_mc.models.hf_weights import Owned, gather_tensors, read_output_layer
 from rlhf_mc.models.optimizer import build_optimizer, step_optimizer, wrap_for_training
 from rlhf_mc.models.role import Resident, Role, RoleModel
 
@@ -47,6 +50,15 @@ class DraftModel(Resident):
                 owned[position][piece.name] = [piece]
         params = dict(self.heads.named_parameters())
         yield from gather_tensors(self.shape.tensors(), params, owned, self.heads.config.params_dtype, self.world)
+
+
+    def save(self, target: str | Path, model: ModelShape, model_directory: str | Path) -> None:
+        """Collective over the model group. Writes a directory of heads, on rank 0's copy. The model is saved in `model_directory`, which
+        rank 0 reads.
+        """
+        writes = self.world.rank == 0
+        output_layer = read_output_layer(model_directory, model) if writes and self.shape.shared_output else None
+        save_heads(target, self.shape, model, self.export(), output_layer, writes)
 
 
 def build_drafter(settings: Settings, actor: RoleModel, trained: bool, tensors: Mapping[str, Tensor] | None = None) -> DraftModel:

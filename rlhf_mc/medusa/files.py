@@ -20,6 +20,7 @@ from rlhf_mc.medusa.shape import HeadsShape
 from rlhf_mc.models.hf_config import ModelShape
 
 _CONFIG, _TENSORS = "config.json", "model.safetensors"
+_SHARED_OUTPUT = "lm_heads.0.weight"  # vLLM's name for the output layer of all heads
 _OTHER_HEADS = "name heads that were trained on this model; null: new ones"
 
 
@@ -44,10 +45,18 @@ def write_heads_config(directory: str | Path, shape: HeadsShape, model: ModelSha
     Path(directory, _CONFIG).write_text(json.dumps(_config(shape, model), indent=2))
 
 
-def save_heads(directory: str | Path, shape: HeadsShape, model: ModelShape, tensors: Iterable[tuple[str, Tensor]], writes: bool) -> None:
+def save_heads(
+    directory: str | Path,
+    shape: HeadsShape,
+    model: ModelShape,
+    tensors: Iterable[tuple[str, Tensor]],
+    output_layer: Tensor | None,
+    writes: bool,
+) -> None:
     """Takes all `tensors` (a collective: name, whole tensor) and, where `writes`, makes a directory of heads.
 
-    It is written aside and renamed, so that `directory` is whole or not there.
+    output_layer: [vocab, hidden] of the model, where the heads share it: vLLM reads a copy of it with them. Not needed elsewhere than
+    on the rank that writes. The directory is written aside and renamed, so that it is whole or not there.
     """
     on_host: dict[str, Tensor] = {}
     for name, tensor in tensors:
@@ -55,6 +64,8 @@ def save_heads(directory: str | Path, shape: HeadsShape, model: ModelShape, tens
             on_host[name] = tensor.to("cpu", copy=True).contiguous()
     if not writes:
         return
+    if shape.shared_output:
+        on_host[_SHARED_OUTPUT] = output_layer
     aside = Path(f"{directory}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     write_heads_config(aside, shape, model)
@@ -64,7 +75,7 @@ def save_heads(directory: str | Path, shape: HeadsShape, model: ModelShape, tens
 
 
 def load_heads(directory: str | Path, shape: HeadsShape) -> dict[str, Tensor]:
-    """name -> whole tensor on the host, in the precision of the file. `check_heads` has passed."""
+    """name -> whole tensor on the host, in the precision of the file; without a copy of a shared output layer. `check_heads` has passed."""
     with safe_open(Path(directory, _TENSORS), framework="pt") as file:
         return {name: file.get_tensor(name) for name in shape.tensors()}
 
@@ -113,6 +124,8 @@ def _check_tensors(path: Path, shape: HeadsShape, key: str) -> None:
     try:
         with safe_open(path / _TENSORS, framework="pt") as file:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+            if shape.shared_output:
+                found.pop(_SHARED_OUTPUT, None)  # the actor's own is used
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{key}: {path / _TENSORS} cannot be read: {error}; save the heads again") from None
     expected = shape.tensors()

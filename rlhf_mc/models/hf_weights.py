@@ -90,6 +90,13 @@ def load_hf_weights(module: nn.Module, shape: ModelShape, shard: Shard, director
             target.narrow(piece.dim, piece.start, piece.length).copy_(checkpoint.read(piece, shapes[piece.name]))
 
 
+def read_output_layer(directory: str | Path, shape: ModelShape, key: str = "model") -> Tensor:
+    """[vocab, hidden] on the host: the output layer of the language model in `directory`, which may be its embedding."""
+    name = "model.embed_tokens.weight" if shape.tied else "lm_head.weight"
+    with _Checkpoint(Path(directory), key) as checkpoint:
+        return checkpoint.read(Piece(name, name, 0, 0, 0, shape.vocab), (shape.vocab, shape.hidden))
+
+
 def _buckets(shapes: Shapes, element_bytes: int) -> Iterator[list[str]]:
     bucket: list[str] = []
     size = 0

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from rlhf_mc.medusa.files import save_heads
 from rlhf_mc.models.role import Role
 from rlhf_mc.offload import Part
 from rlhf_mc.stages.dump import finish_dump
@@ -26,7 +25,7 @@ def finish(run: Run, before: dict[str, float], after: dict[str, float]) -> None:
             run.roles[role].save(str(output / role.value))
     if run.drafter is not None and settings.trainer.trains:
         with run.clock.stage("save"), run.residency.on_device(Role.MEDUSA, Part.PARAMS):
-            save_heads(str(output / "medusa"), run.drafter.shape, run.actor.shape, run.drafter.export(), writes=run.world.rank == 0)
+            run.drafter.save(output / "medusa", run.actor.shape, output / Role.ACTOR.value)
     with run.residency.nobody_on_device():
         run.tracker.say(f"bytes moved by offload\n{run.residency.ledger.table()}")
         run.tracker.say(f"device of rank {run.world.rank} between stages\n{run.residency.residue()}")

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from end_to_end import plain_vllm
 from end_to_end.job import start
 from end_to_end.task import Task, written
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from rlhf_mc.config import Medusa
 from rlhf_mc.medusa.files import check_heads, load_heads
@@ -240,6 +244,26 @@ def test_draft_heads_learn_and_are_saved_for_the_engine(any_run):
     for line in any_run.metrics:
         assert {f"medusa/head_{k}/{what}" for k in (1, 2, 3) for what in ("loss", "accuracy")} <= line.keys()
         assert 0 <= line["medusa/steps_drafting"] <= 1 and line["medusa/tokens_per_forward"] >= 1
+
+
+@torch.no_grad()
+def test_the_saved_heads_serve_in_vllm_as_it_is(tensor_parallel, tmp_path):
+    actor, heads = tensor_parallel.directory / "actor", tensor_parallel.directory / "medusa"
+    out = tmp_path / "record.json"
+    done = subprocess.run([sys.executable, plain_vllm.__file__, str(actor), str(heads), str(out)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(out.read_text())
+    model = AutoModelForCausalLM.from_pretrained(actor)
+    for prompt, found in zip(plain_vllm.PROMPTS, record["token_ids"], strict=True):
+        sequence = list(prompt)
+        for _ in range(plain_vllm.MAX_TOKENS):
+            sequence.append(int(model(torch.tensor([sequence])).logits[0, -1].argmax()))
+        assert found == sequence[len(prompt) :]
+    assert record["counts"]["vllm:spec_decode_num_draft_tokens"] > 0
+    saved = load_file(heads / "model.safetensors")
+    for name in HeadsShape.of(Medusa(), read_shape(actor)).block_names:
+        sums = [float(saved[name].double().sum()), float(saved[name].double().square().sum())]
+        assert record["weights"][name] == pytest.approx(sums, rel=1e-9), "vLLM's own loader read other weights"
 
 
 def test_frozen_heads_draft_and_stay(pipeline):

@@ -19,6 +19,7 @@ from rlhf_mc.medusa.shape import HeadsShape
 from rlhf_mc.models.hf_config import ModelShape
 
 MODEL = ModelShape("llama", 4, 16, 4, 2, 4, 24, 101, 1e-6, True, False, False, {}, None, 256, False)
+OUTPUT = torch.arange(101.0 * 16).view(101, 16)
 SHARED, OWN = Medusa(num_heads=2), Medusa(num_heads=3, num_layers=2, shared_output=False)
 
 
@@ -29,7 +30,7 @@ def heads(shape: HeadsShape) -> dict[str, Tensor]:
 
 def saved(directory: Path, settings: Medusa) -> Path:
     shape = HeadsShape.of(settings, MODEL)
-    save_heads(directory, shape, MODEL, heads(shape).items(), writes=True)
+    save_heads(directory, shape, MODEL, heads(shape).items(), OUTPUT if settings.shared_output else None, writes=True)
     return directory
 
 
@@ -47,6 +48,9 @@ def test_saved_heads_load_to_the_same_bits(tmp_path, settings):
     assert list(loaded) == list(shape.tensors())
     for name, tensor in heads(shape).items():
         assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor)
+    outputs = {name: tensor for name, tensor in load_file(directory / "model.safetensors").items() if name not in loaded}
+    assert list(outputs) == (["lm_heads.0.weight"] if settings is SHARED else []), "what vLLM's own loader needs beside"
+    assert all(torch.equal(tensor, OUTPUT) for tensor in outputs.values())
     assert sorted(file.name for file in directory.iterdir()) == ["config.json", "model.safetensors"]
     assert [path.name for path in directory.parent.iterdir()] == ["heads"]
 
@@ -59,7 +63,7 @@ def test_every_rank_takes_every_tensor_and_one_writes(tmp_path):
             taken.append(name)
             yield name, tensor
 
-    save_heads(tmp_path / "heads", shape, MODEL, collective(), writes=False)
+    save_heads(tmp_path / "heads", shape, MODEL, collective(), None, writes=False)
     assert taken == list(shape.tensors()) and not list(tmp_path.iterdir())
 
 
@@ -70,7 +74,7 @@ def test_tensors_that_are_good_until_the_next_is_taken_are_kept(tmp_path):
         for number, name in enumerate(shape.tensors()):
             yield name, buffer.fill_(number)
 
-    save_heads(tmp_path / "heads", shape, MODEL, reused(), writes=True)
+    save_heads(tmp_path / "heads", shape, MODEL, reused(), OUTPUT, writes=True)
     assert [tensor[0, 0].item() for tensor in load_heads(tmp_path / "heads", shape).values()] == [0, 1]
 
 
@@ -82,7 +86,7 @@ def test_a_failure_while_saving_leaves_the_old_heads(tmp_path):
         raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space"):
-        save_heads(directory, shape, MODEL, breaking(), writes=True)
+        save_heads(directory, shape, MODEL, breaking(), OUTPUT, writes=True)
     check_heads(directory, SHARED, MODEL)
     assert load_heads(directory, shape)[shape.block_names[0]].any()
 
