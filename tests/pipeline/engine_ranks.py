@@ -30,7 +30,7 @@ from rlhf_mc.pipeline.engine import Engine, EngineError, Step
 
 NUM_PROMPTS, SAMPLES, MIN_TOKENS, MAX_TOKENS, MAX_PROMPT = 6, 4, 5, 24, 12
 STOP_TOKENS = list(range(2, 14))
-DRAWS = 750  # on each rank
+DRAWS = 1500  # on each rank
 
 
 def prompts() -> PromptBatch:
@@ -169,10 +169,10 @@ def mapped_shared_memory() -> list[str]:
 
 
 def token_ids_of(engine: Engine, requests: list, batch: PromptBatch, grid: RolloutGrid, num_replicas: int) -> list[list[int]]:
-    """The samples, dealt to the first `num_replicas` replicas only."""
-    hands = [*deal(batch.lengths.tolist(), SAMPLES, num_replicas), *([[]] * grid.num_replicas)]
-    mine = hands[grid.replica]
-    found = dict(zip(mine, engine.generate([requests[i] for i in mine], version=3), strict=True))
+    """The samples, dealt to `num_replicas` replicas, of which this rank's engine is several, one after another, or none."""
+    found: dict[int, Completion] = {}
+    for hand in deal(batch.lengths.tolist(), SAMPLES, num_replicas)[grid.replica :: grid.num_replicas]:
+        found |= zip(hand, engine.generate([requests[i] for i in hand], version=3), strict=True)
     return [completion.token_ids for completion in gather_completions(found, grid, dist.group.WORLD).values()]
 
 
@@ -222,7 +222,7 @@ def record_samples(engine: Engine, path: str, spec: dict, rollout: Rollout, grid
         "against_old_weights": differences(changed_model(path, 2, dtype), requests, completions, temperature),
         "greedy": differences(model, requests, greedy, 1.0),
         "completions": [[c.token_ids, c.finish_reason, c.stop_token] for c in completions],
-        "as_fewer_replicas": [token_ids_of(engine, requests, batch, grid, count) for count in range(1, grid.num_replicas)],
+        "as_other_replicas": [token_ids_of(engine, requests, batch, grid, count) for count in (1, 2, 4)],
         "stepwise": stepwise(engine, requests),
         "probe": probe_difference(engine, model, probe),
         "logprobs_of_batch": rollout_batch.rollout_logprobs.tolist(),
