@@ -1,9 +1,10 @@
-"""Draft heads as the programs meet them: built beside an actor, and the steps, numbers and files of supervised training."""
+"""Draft heads as the programs meet them: built beside an actor, saved, and the steps and numbers of supervised training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -18,7 +19,12 @@ from rlhf_mc.medusa.shape import HeadsShape
 from rlhf_mc.medusa.training import joint_loss, measure_heads, step_heads
 from rlhf_mc.models.loss import Loss
 from rlhf_mc.models.passes import score, zero_gradients
-from rlhf_mc.models.role import RoleModel
+from rlhf_mc.models.role import Role, RoleModel
+from rlhf_mc.offload import Part
+from rlhf_mc.tracking import Comparison
+
+if TYPE_CHECKING:
+    from rlhf_mc.stages.start import Run
 
 
 def build_heads(settings: Settings, actor: RoleModel, trained: bool, say: Callable[[str], None]) -> DraftModel:
@@ -38,6 +44,21 @@ def build_heads(settings: Settings, actor: RoleModel, trained: bool, say: Callab
 def save_beside(directory: Path, drafter: DraftModel, actor: RoleModel) -> None:
     """Collective over all ranks. The heads go to `directory`/medusa, as vLLM reads them."""
     save_heads(str(directory / "medusa"), drafter.shape, actor.shape, drafter.export(), writes=actor.world.rank == 0)
+
+
+def finish_heads(run: Run, learned: list[dict[str, float]]) -> None:
+    """Collective over all ranks. Ends a run of draft heads alone: they are saved, and the first rollout is compared with the last.
+
+    learned: metrics of each iteration's training.
+    """
+    output = Path(run.settings.trainer.output_dir)
+    with run.clock.stage("save"), run.residency.on_device(Role.MEDUSA, Part.PARAMS):
+        save_beside(output, run.drafter, run.actor)
+    if learned:
+        names = ["medusa/loss", *(f"medusa/head_{k}/accuracy" for k in range(1, run.drafter.shape.num_heads + 1))]
+        rows = [Comparison(name.removeprefix("medusa/"), learned[0][name], learned[-1][name]) for name in names]
+        run.tracker.before_and_after("Heads on the first and the last rollout, as they were trained on it", rows)
+    run.tracker.say(f"the actor stays as it is in {run.settings.actor.path}, the draft heads are in {(output / 'medusa').resolve()}")
 
 
 class SupervisedHeads:

@@ -41,5 +41,5 @@ def test_heads_learn_from_samples_and_are_saved(task):
     check_heads(output / "medusa", medusa, model)
     assert all(weight.any() for weight in load_heads(output / "medusa", HeadsShape.of(medusa, model)).values())
     assert not {"actor", "critic", "rollouts"} & {path.name for path in output.iterdir()}
-    assert "First and last rollout" in job.output and f"the actor stays as it is in {settings['actor.path']}" in job.output
+    assert "Heads on the first and the last rollout" in job.output and f"the actor stays as it is in {settings['actor.path']}" in job.output
     assert job.processes() == [] and job.left_in_shared_memory() == []

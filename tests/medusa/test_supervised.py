@@ -50,6 +50,14 @@ def test_heads_alone_leave_the_model_as_it_is(ranks: RankPool, model, tmp_path, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["medusa"]
 
 
+def test_heads_go_on_from_medusa_path(ranks: RankPool, model, tmp_path) -> None:
+    [first] = steps(ranks, Layout(), model, tmp_path / "first", HEADS)
+    [second] = steps(ranks, Layout(), model, tmp_path / "second", HEADS | {"path": str(tmp_path / "first" / "medusa")})
+    assert second["before"][1] == first["after"][1]
+    assert f"weights from {tmp_path}/first/medusa, trained" in second["said"][0]
+    assert second["metrics"][0]["train/medusa/loss"] < first["metrics"][-1]["train/medusa/loss"]
+
+
 @LAYOUTS
 def test_model_and_heads_learn_in_one_forward(ranks: RankPool, model, tmp_path, layout: Layout) -> None:
     results = steps(ranks, layout, model, tmp_path, HEADS | {"joint_weight": 0.5})
