@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from rlhf_mc.contradictions import contradictions
 
-Program = Literal["train", "sft", "reward_model"]
+Program = Literal["train", "sft", "reward_model", "heads"]
 MOST_HEADS = 128  # vLLM's MAX_SPEC_LEN
 _ROLLOUT_FILE = "{:06d}.jsonl"
 
@@ -439,9 +439,13 @@ class Offload:
 
 @_settings_record
 class Trainer:
-    """The run as a whole. `device` auto takes CUDA where there is one."""
+    """The run as a whole. `device` auto takes CUDA where there is one.
 
-    mode: Literal["ppo", "rollout", "update"] = "ppo"  #: rollout: make and dump experience only; update: train only, on rollout.replay_dir
+    `mode` rollout makes experience and writes it to files, update trains on those of `rollout.replay_dir`; heads trains draft
+    heads alone, and is the default of the program that does (rlhf_mc.stages.heads).
+    """
+
+    mode: Literal["ppo", "rollout", "update", "heads"] = "ppo"  #: rollout: only make and dump; update: only train; heads: of stages.heads
     output_dir: str = "runs/default"  #: directory of all that the run writes
     seed: int = 1  #: of everything that is drawn at random
     iterations: int = 100  #: rollouts, each with its update
@@ -454,13 +458,18 @@ class Trainer:
 
     @property
     def generates(self) -> bool:
-        """Whether the run makes its own experience: it has an engine, a reference and rewards."""
+        """Whether the run samples: it has an engine, and prompts."""
         return self.mode != "update"
+
+    @property
+    def makes_experience(self) -> bool:
+        """Whether samples become experience: there are a reference, a critic and rewards to score them."""
+        return self.mode in ("ppo", "rollout")
 
     @property
     def trains(self) -> bool:
         """Whether the run updates actor and critic."""
-        return self.mode != "rollout"
+        return self.mode in ("ppo", "update")
 
     @property
     def evaluates(self) -> bool:
@@ -486,7 +495,7 @@ class Wandb:
 
 @_settings_record
 class Settings:
-    """All sections. Each program reads those it needs: sft and reward_model read `supervised`, train the rest."""
+    """All sections. Each program reads those it needs: sft and reward_model read `supervised`, train and heads the rest."""
 
     trainer: Trainer = field(default_factory=Trainer)
     data: Data = field(default_factory=Data)
@@ -520,13 +529,23 @@ class Settings:
         return self.num_sequences // self.mini_batch_sequences
 
     @property
+    def trains_heads(self) -> bool:
+        """Whether draft heads, if there are any, learn from each rollout."""
+        return self.trainer.mode != "rollout" and self.medusa.train
+
+    @property
+    def trains_heads_alone(self) -> bool:
+        """Whether sft trains draft heads on a frozen model, and not the model with them."""
+        return self.medusa.enabled and self.medusa.joint_weight is None
+
+    @property
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence that any program of these settings can meet; rotary tables have this size."""
         return max(self.data.max_prompt_tokens + self.rollout.max_tokens, self.supervised.max_tokens)
 
     def num_trainer_ranks(self, program: Program, world_size: int) -> int:
         """Of the job's ranks, those that train: the first ones. ConfigError where the engines leave none."""
-        engine_ranks = self.rollout.engine_ranks if program == "train" else 0
+        engine_ranks = self.rollout.engine_ranks if program in ("train", "heads") else 0
         _check(
             engine_ranks < world_size,
             f"rollout.engine_ranks: {engine_ranks} of {world_size} ranks leaves none to train on; "

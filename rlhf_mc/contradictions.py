@@ -25,7 +25,13 @@ def contradictions(settings: Settings, program: Program, data_parallel: int | No
             yield from _rollout_grid(settings)
         yield from _ptx(settings)
         yield from _mini_batch(settings)
-        yield from _ppo_sequence_length(settings)
+        yield from _sequence_length(settings)
+    elif program == "heads":
+        yield from _heads_alone(settings)
+        yield from _heads_in_responses(settings)
+        yield from _prompts(settings)
+        yield from _rollout_grid(settings)
+        yield from _sequence_length(settings)
     else:
         yield from _supervised(settings, program)
     if data_parallel is not None:
@@ -34,6 +40,8 @@ def contradictions(settings: Settings, program: Program, data_parallel: int | No
 
 def _mode(settings: Settings) -> Iterator[str]:
     mode, replay_dir = settings.trainer.mode, settings.rollout.replay_dir
+    if mode == "heads":
+        yield "trainer.mode: heads, but this program is for PPO; start rlhf_mc.stages.heads, or set trainer.mode=ppo"
     if mode == "update" and replay_dir is None:
         yield (
             "rollout.replay_dir: null, but trainer.mode: update trains on rollouts of another run; "
@@ -65,14 +73,32 @@ def _models(settings: Settings) -> Iterator[str]:
 
 
 def _medusa(settings: Settings) -> Iterator[str]:
-    medusa, max_tokens = settings.medusa, settings.rollout.max_tokens
-    if not medusa.enabled:
+    if not settings.medusa.enabled:
         return
     if settings.trainer.mode == "update":
         yield (
             "medusa.enabled: true, but trainer.mode: update neither drafts nor makes the hidden states that heads learn from; "
             "set medusa.enabled=false"
         )
+    yield from _heads_in_responses(settings)
+
+
+def _heads_alone(settings: Settings) -> Iterator[str]:
+    """What the program that trains draft heads alone cannot do, or would pass over in silence."""
+    if settings.trainer.mode != "heads":
+        yield f"trainer.mode: {settings.trainer.mode}, but this program trains draft heads alone; leave it out, or start rlhf_mc.train"
+    if not settings.actor.path:
+        yield "actor.path: null; name the Hugging Face directory of the model that the draft heads are for"
+    if not settings.medusa.enabled:
+        yield "medusa.enabled: false, but this program trains draft heads and nothing else; set medusa.enabled=true"
+    if not settings.medusa.train:
+        yield "medusa.train: false leaves the draft heads as they are, and this program trains nothing else; set medusa.train=true"
+    if settings.rollout.dump:
+        yield "rollout.dump: true, but draft heads are trained without rewards, and make no experience to write; set rollout.dump=false"
+
+
+def _heads_in_responses(settings: Settings) -> Iterator[str]:
+    medusa, max_tokens = settings.medusa, settings.rollout.max_tokens
     if medusa.num_heads >= max_tokens:
         yield (
             f"medusa.num_heads: {medusa.num_heads}, but a response has rollout.max_tokens: {max_tokens}, of which the first is never "
@@ -124,9 +150,9 @@ def _mini_batch(settings: Settings) -> Iterator[str]:
         )
 
 
-def _ppo_sequence_length(settings: Settings) -> Iterator[str]:
+def _sequence_length(settings: Settings) -> Iterator[str]:
     prompt, response = settings.data.max_prompt_tokens, settings.rollout.max_tokens
-    for key, micro_batch in _ppo_micro_batches(settings):
+    for key, micro_batch in _micro_batches(settings):
         if micro_batch.tokens is not None and micro_batch.tokens < prompt + response:
             yield (
                 f"{key}.tokens: {micro_batch.tokens} cannot hold a sequence of data.max_prompt_tokens {prompt} + "
@@ -134,12 +160,14 @@ def _ppo_sequence_length(settings: Settings) -> Iterator[str]:
             )
 
 
-def _ppo_micro_batches(settings: Settings) -> Iterator[tuple[str, MicroBatch]]:
+def _micro_batches(settings: Settings) -> Iterator[tuple[str, MicroBatch]]:
     if settings.trainer.trains:
         yield "actor.micro_batch", settings.actor.micro_batch
         yield "critic.micro_batch", settings.critic.micro_batch
     if settings.trainer.generates:
-        for role in ("actor", "critic", "reference", "reward_model"):
+        yield "actor.scoring_micro_batch", settings.actor.scoring_micro_batch
+    if settings.trainer.makes_experience:
+        for role in ("critic", "reference", "reward_model"):
             yield f"{role}.scoring_micro_batch", getattr(settings, role).scoring_micro_batch
 
 
@@ -159,6 +187,11 @@ def _supervised(settings: Settings, program: Program) -> Iterator[str]:
         )
     if sequences is not None and sequences < row:
         yield f"supervised.micro_batch.sequences: {sequences} cannot hold a preference pair; set it to {row} or more"
+    if settings.medusa.enabled and program == "reward_model":
+        yield (
+            "medusa.enabled: true, but a reward model writes no text that draft heads could guess; set medusa.enabled=false, "
+            "and train the heads in sft"
+        )
 
 
 def _idle_ranks(settings: Settings, program: Program, data_parallel: int) -> Iterator[str]:
@@ -170,9 +203,9 @@ def _idle_ranks(settings: Settings, program: Program, data_parallel: int) -> Ite
 
 def _optimizer_step(settings: Settings, program: Program) -> tuple[str, int]:
     """What sets the rows of one optimizer step, and how many these are."""
-    if program != "train":
+    if program in ("sft", "reward_model"):
         return "supervised.batch_size", settings.supervised.batch_size
-    if settings.algorithm.mini_batch_sequences is not None:
+    if program == "train" and settings.algorithm.mini_batch_sequences is not None:
         return "algorithm.mini_batch_sequences", settings.algorithm.mini_batch_sequences
     prompts, samples = settings.data.prompts_per_iteration, settings.rollout.samples_per_prompt
     return "data.prompts_per_iteration x rollout.samples_per_prompt", prompts * samples

@@ -1,4 +1,4 @@
-"""How each of the three programs starts and ends, alike on every rank: settings checked first, then the world, then the work.
+"""How each of the programs starts and ends, alike on every rank: settings checked first, then the world, then the work.
 
 Nothing heavy is imported until the settings hold, so that a typing error costs a second. A wrong setting ends every rank
 with exit status 2 and its message; another error is printed with its traceback and the rank, and ends with status 1.

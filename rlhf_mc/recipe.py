@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from rlhf_mc.config import ConfigError, Program, Settings, refuse
+from rlhf_mc.config import ConfigError, Program, Settings, Trainer, refuse
 from rlhf_mc.config_keys import all_keys, all_sections, type_at, type_name
 
 Tree = dict[str, Any]
@@ -40,7 +40,7 @@ def load_settings(argv: Sequence[str] | None = None, program: Program = "train")
     """
     command = _parse_command_line(argv, program)
     # A default belongs to its place (critic.optim.lr is not actor.optim.lr), so what is given is laid on all defaults.
-    tree = asdict(Settings())
+    tree = asdict(_defaults(program))
     if command.config is not None:
         tree = _merged(tree, _read_recipe(command.config, followed=()))
     errors = []
@@ -58,6 +58,10 @@ def load_settings(argv: Sequence[str] | None = None, program: Program = "train")
     return settings, command
 
 
+def _defaults(program: Program) -> Settings:
+    return Settings(trainer=Trainer(mode="heads")) if program == "heads" else Settings()
+
+
 def to_yaml(settings: Settings) -> str:
     """All settings, in the order of declaration; a recipe that loads as equal settings."""
     return yaml.dump(asdict(settings), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
@@ -70,6 +74,9 @@ def check_files(settings: Settings, program: Program) -> None:
     if replays:
         models = {"actor.path": settings.actor.path} | _critic_source(settings)
         files = {"data.ptx": data.ptx}
+    elif program == "heads":
+        models = {"actor.path": settings.actor.path}
+        files = {"data.train": data.train}
     elif program == "train":
         models = {f"{role}.path": getattr(settings, role).path for role in ("actor", "critic", "reference", "reward_model")}
         files = {"data.train": data.train, "data.validation": data.validation, "data.ptx": data.ptx}

@@ -4,7 +4,8 @@
 #   bash scripts/run_ppo_tiny.sh [key=value ...]
 #
 # Overrides go to the PPO program; those of trainer.seed, trainer.dtype, trainer.device, parallel and wandb to all three,
-# those of supervised to the first two.
+# those of supervised to the first two; those that say which draft heads there are (medusa.enabled, num_heads, num_layers,
+# shared_output) to SFT, which makes them, as well.
 # NPROC: ranks (2).  RUN_DIR: where everything goes (runs/ppo_tiny); task, models, metrics and samples are found there.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,10 +16,11 @@ source scripts/launch.sh
 
 SECONDS=0
 run=${RUN_DIR:-runs/ppo_tiny}
-common=()
+common=() heads=()
 for override in "$@"; do
     case $override in
         trainer.seed=* | trainer.dtype=* | trainer.device=* | supervised.* | parallel.* | wandb.*) common+=("$override") ;;
+        medusa.enabled=* | medusa.num_heads=* | medusa.num_layers=* | medusa.shared_output=*) heads+=("$override") ;;
     esac
 done
 title() { printf '\n== %s ==\n' "$1"; }
@@ -29,10 +31,11 @@ python -m rlhf_mc.train --config scripts/configs/ppo_tiny.yaml --print-config "$
 title "Task: shift digits"
 python scripts/make_tiny_task.py "$run/task"
 
-title "1 of 3: supervised fine-tuning"
+title "1 of 3: supervised fine-tuning, with draft heads"
 launch rlhf_mc.stages.sft --config scripts/configs/tiny_sft.yaml \
     trainer.output_dir="$run/sft" supervised.path="$run/task/model" \
-    data.train="[$run/task/sft.jsonl]" data.validation="[$run/task/sft_validation.jsonl]" ${common[@]+"${common[@]}"}
+    data.train="[$run/task/sft.jsonl]" data.validation="[$run/task/sft_validation.jsonl]" \
+    ${common[@]+"${common[@]}"} ${heads[@]+"${heads[@]}"}
 
 title "2 of 3: reward model"
 launch rlhf_mc.stages.reward_model --config scripts/configs/tiny_reward_model.yaml \
@@ -42,7 +45,7 @@ launch rlhf_mc.stages.reward_model --config scripts/configs/tiny_reward_model.ya
 
 title "3 of 3: PPO"
 launch rlhf_mc.train --config scripts/configs/ppo_tiny.yaml \
-    trainer.output_dir="$run/ppo" actor.path="$run/sft/model" reward_model.path="$run/reward_model/model" \
+    trainer.output_dir="$run/ppo" actor.path="$run/sft/model" medusa.path="$run/sft/medusa" reward_model.path="$run/reward_model/model" \
     data.train="[$run/task/prompts.jsonl]" data.validation="[$run/task/validation.jsonl]" "$@"
 
 printf '\nSFT, reward model and PPO took %d min %02d s. ' $((SECONDS / 60)) $((SECONDS % 60))

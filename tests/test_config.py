@@ -12,6 +12,7 @@ from rlhf_mc.recipe import load_settings
 
 TRAIN = ["actor.path=actor", "reward_model.path=reward", "data.train=[prompts.jsonl]"]
 SUPERVISED = ["supervised.path=base", "data.train=[pairs.jsonl]"]
+HEADS = ["trainer.mode=heads", "medusa.enabled=true", "actor.path=actor", "data.train=[prompts.jsonl]"]
 
 
 def settings_of(*overrides: str) -> Settings:
@@ -40,7 +41,7 @@ def test_records_are_frozen_and_refuse_unknown_fields():
         Optim(learning_rate=1e-6)
 
 
-@pytest.mark.parametrize("program, overrides", [("train", TRAIN), ("sft", SUPERVISED), ("reward_model", SUPERVISED)])
+@pytest.mark.parametrize("program, overrides", [("train", TRAIN), ("sft", SUPERVISED), ("reward_model", SUPERVISED), ("heads", HEADS)])
 @pytest.mark.parametrize("world_size", [None, 1, 2, 64])
 def test_defaults_with_paths_pass(program, overrides, world_size):
     settings_of(*overrides).check(program, world_size)
@@ -240,11 +241,59 @@ def test_rollouts_ask_for_nothing_that_only_updates_need():
     assert errors_of("train", *TRAIN, free)
 
 
-@pytest.mark.parametrize("mode, generates, trains", [("ppo", True, True), ("rollout", True, False), ("update", False, True)])
-def test_what_a_mode_does(mode, generates, trains):
+@pytest.mark.parametrize(
+    "mode, generates, makes_experience, trains",
+    [("ppo", True, True, True), ("rollout", True, True, False), ("update", False, False, True), ("heads", True, False, False)],
+)
+def test_what_a_mode_does(mode, generates, makes_experience, trains):
     settings = settings_of(f"trainer.mode={mode}")
-    assert (settings.trainer.generates, settings.trainer.trains, settings.trainer.evaluates) == (generates, trains, mode == "ppo")
+    trainer = settings.trainer
+    assert (trainer.generates, trainer.makes_experience, trainer.trains) == (generates, makes_experience, trains)
+    assert trainer.evaluates == (mode == "ppo") and settings.trains_heads == (mode != "rollout")
+    assert not settings_of(f"trainer.mode={mode}", "medusa.train=false").trains_heads
     assert settings.dumps == (mode == "rollout") and settings_of("rollout.dump=true").dumps
+
+
+@pytest.mark.parametrize(
+    "overrides, message, fix",
+    [
+        (["trainer.mode=ppo"], "trainer.mode: ppo, but this program trains draft heads alone", "or start rlhf_mc.train"),
+        (["actor.path=null"], "actor.path: null", "name the Hugging Face directory"),
+        (["medusa.enabled=false"], "medusa.enabled: false, but this program trains draft heads", "set medusa.enabled=true"),
+        (["medusa.train=false"], "medusa.train: false leaves the draft heads as they are", "set medusa.train=true"),
+        (["data.train=[]"], "data.train: []", "name the files"),
+        (["rollout.dump=true"], "rollout.dump: true, but draft heads are trained without rewards", "set rollout.dump=false"),
+        (["rollout.max_tokens=3"], "medusa.num_heads: 3, but a response has rollout.max_tokens: 3", "set it to 2 or less"),
+        (["rollout.tensor_parallel=2"], "rollout.tensor_parallel: 2 does not divide", "1"),
+        (["actor.scoring_micro_batch.tokens=1"], "actor.scoring_micro_batch.tokens: 1 cannot hold", "640"),
+    ],
+)
+def test_contradiction_of_heads_alone(overrides, message, fix):
+    (error,) = errors_of("heads", *HEADS, *overrides)
+    assert error.startswith(message) and fix in error
+
+
+def test_heads_alone_ask_for_nothing_that_only_ppo_needs():
+    free = ["critic.scoring_micro_batch.tokens=1", "actor.micro_batch.tokens=1", "algorithm.mini_batch_sequences=7", "actor.ptx_coef=1"]
+    settings_of(*HEADS, *free).check("heads", 2)
+    separate = ["rollout.placement=separate", "rollout.engine_ranks=1"]
+    settings_of(*HEADS, *separate).check("heads", 2)
+    (error,) = errors_of("heads", *HEADS, *separate, world_size=1)
+    assert error.startswith("rollout.engine_ranks: 1 of 1 ranks leaves none")
+
+
+def test_heads_alone_have_a_program_of_their_own():
+    (error,) = errors_of("train", *TRAIN, "trainer.mode=heads")
+    assert error.startswith("trainer.mode: heads, but this program is for PPO; start rlhf_mc.stages.heads")
+
+
+def test_heads_in_supervised_training():
+    settings = settings_of(*SUPERVISED, "medusa.enabled=true")
+    settings.check("sft", 2)
+    assert settings.trains_heads_alone and not settings_of(*SUPERVISED).trains_heads_alone
+    assert not settings_of(*SUPERVISED, "medusa.enabled=true", "medusa.joint_weight=0.2").trains_heads_alone
+    (error,) = errors_of("reward_model", *SUPERVISED, "medusa.enabled=true")
+    assert error.startswith("medusa.enabled: true, but a reward model writes no text") and "set medusa.enabled=false" in error
 
 
 def test_files_of_an_iteration():

@@ -43,6 +43,12 @@ def test_nothing_given_means_defaults():
     assert load_settings([]) == (Settings(), CommandLine(False, False, None, ()))
 
 
+def test_the_mode_of_heads_alone_is_the_default_of_its_program(recipe):
+    assert load_settings([], "heads")[0] == replace(Settings(), trainer=Trainer(mode="heads"))
+    path = recipe("trainer: {mode: ppo}\n")
+    assert load_settings(["--config", path], "heads")[0].trainer.mode == "ppo", "said on purpose, and refused by the check"
+
+
 def test_arguments_of_the_process_are_the_default(monkeypatch):
     monkeypatch.setattr("sys.argv", ["train", "trainer.seed=7", "--dry-run"])
     settings, command = load_settings()
@@ -359,6 +365,14 @@ def test_data_files_that_are_missing_come_at_once(files, program, kinds):
 def test_files_of_the_other_program_do_not_matter(files):
     check_files(settings_of("actor.path=none", "data.ptx=[none]"), "sft")
     check_files(settings_of("supervised.path=none"), "train")
+
+
+def test_heads_alone_read_prompts_and_the_actor_only(files):
+    free = ["data.validation=[none]", "data.ptx=[none]", "critic.path=none", "reference.path=none", "reward_model.path=none"]
+    check_files(settings_of("trainer.mode=heads", *free), "heads")
+    for override in ("actor.path=none", "data.train=[none]"):
+        with pytest.raises(ConfigError, match=f"{override.partition('=')[0]}.*: none is not a"):
+            check_files(settings_of("trainer.mode=heads", *free, override), "heads")
 
 
 def update_of(files: Path, *overrides: str) -> Settings:

@@ -16,7 +16,7 @@ from rlhf_mc.models.hf_config import read_shape
 from rlhf_mc.models.precision import DTYPES
 from rlhf_mc.models.role import Role
 from rlhf_mc.offload.ledger import Ledger
-from rlhf_mc.offload.minimum import RoleBytes, Visit, ppo_visits
+from rlhf_mc.offload.minimum import RoleBytes, Visit, heads_visits, ppo_visits
 from rlhf_mc.offload.neighbours import neighbours
 from rlhf_mc.offload.parts import Part
 from rlhf_mc.offload.residency import Residency
@@ -53,7 +53,7 @@ def planned_bytes(settings: Settings, paths: Mapping[Role, str], grid: TrainingG
         heads = HeadsKind(
             shape=HeadsShape.of(settings.medusa, actor),
             model=actor,
-            trained=_trains_heads(settings),
+            trained=settings.trains_heads,
             dtype_bytes=dtype_bytes,
             distributed_optimizer=distributed_optimizer,
         )
@@ -63,13 +63,11 @@ def planned_bytes(settings: Settings, paths: Mapping[Role, str], grid: TrainingG
 
 def planned_visits(settings: Settings, paths: Mapping[Role, str], actor_rests: bool = False) -> list[Visit]:
     """One iteration of the run with these roles. actor_rests: one in which the critic warms up."""
+    if Role.CRITIC not in paths:
+        return heads_visits(Role.ACTOR, Role.MEDUSA)
     frozen = [role for role in (Role.REFERENCE, Role.REWARD) if role in paths]
     heads = Role.MEDUSA if settings.medusa.enabled else None
-    return ppo_visits(Role.ACTOR, Role.CRITIC, frozen, actor_rests, heads, _trains_heads(settings))
-
-
-def _trains_heads(settings: Settings) -> bool:
-    return settings.trainer.trains and settings.medusa.train
+    return ppo_visits(Role.ACTOR, Role.CRITIC, frozen, actor_rests, heads, settings.trains_heads)
 
 
 def available_host_bytes() -> int:

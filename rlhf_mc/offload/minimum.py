@@ -103,6 +103,12 @@ def ppo_visits(
     return [Visit(actor, Part.PARAMS, beside=heads_sync), EMPTY, *scoring, *training]
 
 
+def heads_visits(actor: Role, heads: Role) -> list[Visit]:
+    """One iteration of training draft heads alone: sync the weights, an empty device while the engine generates, score, train."""
+    params = Visit(actor, Part.PARAMS)
+    return [params._replace(beside=Visit(heads, Part.PARAMS)), EMPTY, params, params._replace(beside=Visit(heads, TRAINING, updates=True))]
+
+
 class Minimum:
     """Follows visits one by one, from an empty device with every host copy up to date."""
 

@@ -44,12 +44,24 @@ def asked_of(role: Role) -> Asked:
 def make_experience(run: Run, iteration: int) -> Experience:
     """Collective over all ranks. One rollout with everything that the update needs, the same on every rank."""
     with run.clock.stage("make_experience"):
-        prompts = run.sources.prompts.batch(iteration)
-        making = Making(run, prompts, iteration, num_chunks(run, prompts))
-        execute(making.operations, making)
-        run.costs = making.costs()
-        run.lengths.observe(making.rollout)
-        return making.experience()
+        return _made(run, iteration).experience()
+
+
+def make_samples(run: Run, iteration: int) -> tuple[RolloutBatch, Tensor]:
+    """Collective over all ranks. One rollout and the actor's log-probs of it [R], for draft heads alone: `run.hidden` has their rows."""
+    with run.clock.stage("make_experience"):
+        making = _made(run, iteration)
+        return making.rollout, making.actor_logprobs()
+
+
+def _made(run: Run, iteration: int) -> Making:
+    """All operations of one rollout are done."""
+    prompts = run.sources.prompts.batch(iteration)
+    making = Making(run, prompts, iteration, num_chunks(run, prompts))
+    execute(making.operations, making)
+    run.costs = making.costs()
+    run.lengths.observe(making.rollout)
+    return making
 
 
 def start_rollout(run: Run, prompts: PromptBatch, rollout: Rollout, iteration: int, greedy: bool = False) -> Generation:
@@ -171,6 +183,10 @@ class Making:
     def rollout(self) -> RolloutBatch:
         """All samples in order, once all have come back."""
         return assemble_rollout(self._prompts, self._samples_per_prompt, self._completions)
+
+    def actor_logprobs(self) -> Tensor:
+        """float32[R], in the order of the samples."""
+        return self._joined(Role.ACTOR)
 
     def experience(self) -> Experience:
         """All that was generated, rewarded and scored, in the order of the samples."""

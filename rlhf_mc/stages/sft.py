@@ -1,4 +1,8 @@
-"""Supervised fine-tuning on prompt/response pairs: torchrun -m rlhf_mc.stages.sft --config FILE [key=value ...]"""
+"""Supervised fine-tuning on prompt/response pairs: torchrun -m rlhf_mc.stages.sft --config FILE [key=value ...]
+
+With medusa.enabled, draft heads are trained too: beside the model in one forward (medusa.joint_weight; Medusa-2 of arXiv:2401.10774), or
+alone, on a model that stays as it is (Medusa-1).
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
     from rlhf_mc.config import Settings
     from rlhf_mc.models.heads import TokenLogprobs
     from rlhf_mc.parallel.packing import PackedMicrobatch
+    from rlhf_mc.stages.supervised import Objective
 
 
 def response_loss(batch: SequenceBatch) -> tuple[Loss, int]:
@@ -36,13 +41,20 @@ def held_out_loss(logprobs: Tensor) -> dict[str, float]:
     return {"val/loss": loss, "val/perplexity": math.exp(loss)}
 
 
-def sft(settings: Settings) -> None:
-    """Collective over all ranks: the whole program."""
+def responses() -> Objective:
+    """To write the responses of prompt/response pairs."""
     from rlhf_mc.data import SupervisedExamples
     from rlhf_mc.models.role import Role
-    from rlhf_mc.stages.supervised import Objective, fit
+    from rlhf_mc.stages.supervised import Objective
 
-    fit(settings, Objective(Role.ACTOR, SupervisedExamples, "language", "predicted", response_loss, held_out_loss))
+    return Objective(Role.ACTOR, SupervisedExamples, "language", "predicted", response_loss, held_out_loss)
+
+
+def sft(settings: Settings) -> None:
+    """Collective over all ranks: the whole program."""
+    from rlhf_mc.stages.supervised import fit
+
+    fit(settings, responses())
 
 
 if __name__ == "__main__":

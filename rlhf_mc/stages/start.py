@@ -1,4 +1,4 @@
-"""Start: everything that a PPO run is made of, built once and in an order that shows bad input before heavy work."""
+"""Start: all that a run of PPO, or of draft heads alone, is made of, built once and in an order that shows bad input before heavy work."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mc.algorithms.kl import KLController
 from rlhf_mc.config import Settings
 from rlhf_mc.data import Encoder, PretrainText, PromptSource, check_same_vocabulary, load_tokenizer, read_rows
-from rlhf_mc.medusa.drafter import DraftModel, build_drafter
+from rlhf_mc.medusa.drafter import DraftModel
 from rlhf_mc.medusa.drafting import Drafting
-from rlhf_mc.medusa.files import check_heads, load_heads
+from rlhf_mc.medusa.files import check_heads
 from rlhf_mc.medusa.hidden_states import HiddenStates
 from rlhf_mc.medusa.shape import HeadsShape
 from rlhf_mc.models.heads import Sampling
@@ -35,6 +35,7 @@ from rlhf_mc.pipeline.schedule import Costs
 from rlhf_mc.pipeline.weight_sync import plan_sync_apart, plan_weight_sync, probe_sequence
 from rlhf_mc.rewards.pool import RewardPool
 from rlhf_mc.rollout_files import BackgroundWriter, check_replay
+from rlhf_mc.stages.draft_heads import build_heads
 from rlhf_mc.tracking import StageClock, Trace, Tracker
 
 
@@ -56,10 +57,11 @@ class Sources:
 
 @dataclass
 class Run:
-    """One PPO run on this rank. What changes from iteration to iteration: the last seven, and what the models hold.
+    """One run on this rank. What changes from iteration to iteration: the last seven, and what the models hold.
 
     roles: the models by role; the reward model is absent where only functions pay, and with the reference where the run
-    makes no experience: then there is no sampler, and reward_pool is empty.
+    makes no experience: then reward_pool is empty. The critic is absent where only draft heads are trained.
+    sampler: None where the run generates nothing.
     drafter: the actor's draft heads, None without.  drafting: how many tokens the engines draft.
     sampling: how the engine draws tokens, for the trainer's log-probs.  weight_version: updates of the actor or its heads so far.
     probe_seconds: what the trainer's pass over the probe took.  costs: what making the last experience took.
@@ -149,7 +151,7 @@ def role_paths(settings: Settings) -> dict[Role, str]:
         Role.CRITIC: settings.critic.path or settings.reward_model.path,
         Role.REFERENCE: settings.reference.path or settings.actor.path,
     }
-    needed = set(Role) if settings.trainer.generates else {Role.ACTOR, Role.CRITIC}
+    needed = {"update": {Role.ACTOR, Role.CRITIC}, "heads": {Role.ACTOR}}.get(settings.trainer.mode, set(Role))
     return {role: path for role, path in paths.items() if path is not None and role in needed}
 
 
@@ -186,22 +188,10 @@ def _build_roles(
         head = "value" if role in (Role.CRITIC, Role.REWARD) else "language"
         roles[role] = build_role(role, head, path, settings, world, trained.get(role))
         if role is Role.ACTOR and settings.medusa.enabled:
-            drafter = _build_heads(settings, roles[role], tracker)
+            drafter = build_heads(settings, roles[role], settings.trains_heads, tracker.say)
             residency.adopt(ModelState.of(drafter))
         residency.adopt(ModelState.of(roles[role]))
     return roles, drafter, residency
-
-
-def _build_heads(settings: Settings, actor: RoleModel, tracker: Tracker) -> DraftModel:
-    """Collective over all ranks. The draft heads on an actor that is on the device; the heads themselves, too."""
-    section, shape = settings.medusa, HeadsShape.of(settings.medusa, actor.shape)
-    share = shape.num_params / actor.shape.num_params
-    trains = section.train and settings.trainer.trains
-    tracker.say(
-        f"medusa: {shape.num_heads} draft heads, {shape.num_params:,} parameters ({share:.1%} of the actor's), "
-        f"{f'weights from {section.path}' if section.path else 'new'}, {'trained' if trains else 'frozen'}"
-    )
-    return build_drafter(settings, actor, trains, load_heads(section.path, shape) if section.path else None)
 
 
 def heads_shape(settings: Settings, model: ModelShape) -> HeadsShape | None:
@@ -228,10 +218,14 @@ def _build_sampler(
 
 def _say_mode(settings: Settings, tracker: Tracker) -> None:
     """What a run that is not a whole PPO leaves out."""
-    if not settings.trainer.trains:
-        tracker.say("trainer.mode=rollout: experience is written to files; nothing is trained or evaluated")
-    if not settings.trainer.generates:
-        tracker.say(f"trainer.mode=update: trains on {settings.rollout.replay_dir}; no engine, reference or rewards, no evaluation")
+    without = {
+        "rollout": "experience is written to files; nothing is trained or evaluated",
+        "update": f"trains on {settings.rollout.replay_dir}; no engine, reference or rewards, no evaluation",
+        "heads": "trains the draft heads on samples of the actor, which stays as it is; no reference, critic or rewards, no evaluation",
+    }
+    mode = settings.trainer.mode
+    if mode in without:
+        tracker.say(f"trainer.mode={mode}: {without[mode]}")
 
 
 @contextmanager
@@ -249,7 +243,7 @@ def start_ppo(settings: Settings, job: Job) -> Iterator[Run]:
     sources = read_sources(settings, tokenizer)
     trace = Trace(trainer.trace_iterations)
     with ExitStack() as stack:
-        functions = reward.functions if trainer.generates else []
+        functions = reward.functions if trainer.makes_experience else []
         pool = stack.enter_context(RewardPool(functions, reward.num_workers, reward.timeout_seconds, reward.max_error_rate, trace))
         world, bridge = join_job(settings, job)
         if trainer.generates and bridge is None:

@@ -13,13 +13,15 @@ from rlhf_mc.algorithms.schedule import lr_at
 from rlhf_mc.batch import SequenceBatch
 from rlhf_mc.config import Settings
 from rlhf_mc.data import Encoder, PreferencePairs, SupervisedExamples, load_tokenizer, read_rows
+from rlhf_mc.medusa.files import check_heads
 from rlhf_mc.models.hf_config import read_shape
 from rlhf_mc.models.loss import Loss
 from rlhf_mc.models.optimizer import kernels_in_use
 from rlhf_mc.models.passes import accumulate_gradients, score, update, zero_gradients
 from rlhf_mc.models.role import Role, RoleModel, build_role
 from rlhf_mc.parallel.packing import Asked
-from rlhf_mc.parallel.world import join_world
+from rlhf_mc.parallel.world import World, join_world
+from rlhf_mc.stages.draft_heads import SupervisedHeads, build_heads
 from rlhf_mc.tracking import Comparison, StageClock, Tracker
 
 Source = SupervisedExamples | PreferencePairs
@@ -61,13 +63,22 @@ def _read(objective: Objective, files: list[str], key: str, settings: Settings) 
     )
 
 
+def _check_model(settings: Settings) -> None:
+    """Raises ConfigError for a model that cannot be split as asked, or heads that are not its own. Reads no weights; no collective."""
+    section, medusa, key = settings.supervised, settings.medusa, "supervised.path"
+    shape = read_shape(section.path, key)
+    shape.check_layout(settings.parallel.tensor, settings.parallel.pipeline, key)
+    if medusa.enabled and medusa.path:
+        check_heads(medusa.path, medusa, shape)
+
+
 def fit(settings: Settings, objective: Objective) -> None:
     """Collective over all ranks, once model and data were checked: the whole program.
 
-    Logs every step, measures on held-out rows, saves to trainer.output_dir/model.
+    Logs every step, measures on held-out rows, saves what was trained: trainer.output_dir/model, and /medusa with draft heads.
     """
-    section, key = settings.supervised, "supervised.path"
-    read_shape(section.path, key).check_layout(settings.parallel.tensor, settings.parallel.pipeline, key)
+    section = settings.supervised
+    _check_model(settings)
     source = _read(objective, settings.data.train, "data.train", settings)
     held_out = _read(objective, settings.data.validation, "data.validation", settings)
     world = join_world(settings)
@@ -75,40 +86,85 @@ def fit(settings: Settings, objective: Objective) -> None:
     with Tracker(settings, world.rank, total) as tracker:
         tracker.say(f"data.train: {source.report}")
         tracker.say(f"{world.size} ranks on {world.device.type}, {settings.trainer.dtype}; {kernels_in_use(world.device)}; {total} steps")
-        model = build_role(objective.role, objective.head, section.path, settings, world, section.optim)
+        learner = build_learner(settings, objective, world, total, tracker.say)
         held_out = held_out.all() if held_out else None
-        before = _measure(model, held_out, objective, settings)
+        before = learner.measure(held_out)
         clock = StageClock(world.device)
         for step in range(total):
             batch = source.batch(step)
             with clock.stage("update"):
-                metrics = _take_step(model, batch, objective, settings, step, total)
+                metrics = learner.take_step(batch, step)
             if section.evaluate_every and (step + 1) % section.evaluate_every == 0:
                 with clock.stage("evaluate"):
-                    metrics |= _measure(model, held_out, objective, settings)
+                    metrics |= learner.measure(held_out)
             tracker.log(step, metrics | clock.metrics(int(batch.lengths.sum()), world.size))
-        target = Path(settings.trainer.output_dir) / "model"
-        model.save(str(target))
-        after = _measure(model, held_out, objective, settings)
+        saved = learner.save(Path(settings.trainer.output_dir))
+        after = learner.measure(held_out)
         if held_out:
             rows = [Comparison(name.removeprefix("val/"), before[name], after[name]) for name in before]
             tracker.before_and_after(f"{len(held_out)} held-out sequences", rows)
-        tracker.say(f"the model is in {target.resolve()}")
+        tracker.say(saved)
 
 
-def _take_step(model: RoleModel, batch: SequenceBatch, objective: Objective, settings: Settings, step: int, total: int) -> dict[str, float]:
-    """Collective over all ranks. One optimizer step; train/... metrics."""
+def build_learner(settings: Settings, objective: Objective, world: World, total: int, say: Callable[[str], None]) -> Learner:
+    """Collective over all ranks. The model, frozen where draft heads alone are trained, and the heads, if any.
+
+    total: optimizer steps of the program.  say: gets a sentence about the heads.
+    """
     section = settings.supervised
-    loss, count = objective.loss(batch)
-    zero_gradients(model)
-    sums = accumulate_gradients(model, batch, objective.asked, section.micro_batch, loss, together=objective.together)
-    lr = lr_at(step, total, section.optim)
-    grad_norm = update(model, lr)
-    return {f"train/{name}": total / count for name, total in sums.items()} | {"train/grad_norm": grad_norm, "train/lr": lr}
+    alone = settings.trains_heads_alone
+    model = build_role(objective.role, objective.head, section.path, settings, world, None if alone else section.optim)
+    heads = None
+    if settings.medusa.enabled:
+        heads = SupervisedHeads(settings, model, build_heads(settings, model, True, say), total)
+    if alone:
+        say("medusa.joint_weight=null: the model is frozen, and only its draft heads are trained")
+    return Learner(settings, objective, model, heads, total)
 
 
-def _measure(model: RoleModel, held_out: SequenceBatch | None, objective: Objective, settings: Settings) -> dict[str, float]:
-    """Collective over all ranks. val/... of the held-out rows; {} without them."""
-    if held_out is None:
-        return {}
-    return objective.measure(score(model, held_out, objective.asked, settings.supervised.micro_batch))
+@dataclass(frozen=True)
+class Learner:
+    """What learns, in steps numbered from 0. heads: draft heads on the model, None without."""
+
+    settings: Settings
+    objective: Objective
+    model: RoleModel
+    heads: SupervisedHeads | None
+    total: int
+
+    def take_step(self, batch: SequenceBatch, step: int) -> dict[str, float]:
+        """Collective over all ranks. One optimizer step of all that learns; train/... metrics."""
+        metrics = self.heads.step_alone(batch, step) if self.settings.trains_heads_alone else self._step_of_model(batch, step)
+        return {f"train/{name}": value for name, value in metrics.items()}
+
+    def _step_of_model(self, batch: SequenceBatch, step: int) -> dict[str, float]:
+        """With draft heads, these take theirs on the same forward."""
+        model, section, together = self.model, self.settings.supervised, self.objective.together
+        loss, count = self.objective.loss(batch)
+        beside = self.heads.loss_beside(batch) if self.heads else None
+        zero_gradients(model)
+        sums = accumulate_gradients(model, batch, self.objective.asked, section.micro_batch, loss, together=together, beside=beside)
+        lr = lr_at(step, self.total, section.optim)
+        metrics = {name: sums[name] / count for name in loss.names} | {"grad_norm": update(model, lr), "lr": lr}
+        return metrics | (self.heads.update_beside(sums, step) if self.heads else {})
+
+    def measure(self, held_out: SequenceBatch | None) -> dict[str, float]:
+        """Collective over all ranks. val/... of the held-out rows; {} without them."""
+        if held_out is None:
+            return {}
+        if self.heads is None:
+            return self.objective.measure(score(self.model, held_out, self.objective.asked, self.settings.supervised.micro_batch))
+        logprobs, of_heads = self.heads.measure(held_out)
+        return self.objective.measure(logprobs) | of_heads
+
+    def save(self, directory: Path) -> str:
+        """Collective over all ranks. Writes what was trained; a sentence that says where all is."""
+        alone = self.settings.trains_heads_alone
+        if not alone:
+            self.model.save(str(directory / "model"))
+        place = f"the model is in {(directory / 'model').resolve()}"
+        if self.heads is None:
+            return place
+        self.heads.save(directory, self.model.source if alone else directory / "model")
+        heads = f"the draft heads are in {(directory / 'medusa').resolve()}"
+        return f"the model stays as it is in {self.settings.supervised.path}, {heads}" if alone else f"{place}, {heads}"

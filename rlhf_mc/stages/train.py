@@ -59,10 +59,24 @@ def train(run: Run, experience: Experience, iteration: int) -> dict[str, float]:
             with run.clock.stage("update_actor"):
                 metrics |= train_actor(run, experience, iteration)
         if run.trains_heads:
-            with run.clock.stage("update_heads"):
-                metrics |= train_heads(run.drafter, run.actor, run.hidden, run.settings, iteration)
-            run.hidden.clear()
+            metrics |= train_draft_heads(run, iteration)
     run.weight_version += 1
+    return metrics
+
+
+def train_heads_alone(run: Run, iteration: int) -> dict[str, float]:
+    """Collective over all ranks. The draft heads of an actor that stays as it is; medusa/... metrics."""
+    with run.residency.on_device(Role.ACTOR, Part.PARAMS, beside=Visit(Role.MEDUSA, TRAINING)):
+        metrics = train_draft_heads(run, iteration)
+    run.weight_version += 1
+    return metrics
+
+
+def train_draft_heads(run: Run, iteration: int) -> dict[str, float]:
+    """Collective over all ranks, the actor's params and what trains the heads on the device. On what was kept of the rollout, once."""
+    with run.clock.stage("update_heads"):
+        metrics = train_heads(run.drafter, run.actor, run.hidden, run.settings, iteration)
+    run.hidden.clear()
     return metrics
 
 

@@ -26,7 +26,12 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     for name, part in experience.reward_parts.items():
         result |= _mean(f"reward/{name}/mean", part[~part.isnan()])
     result |= _mean("actor/reward_kl_penalty", (experience.old_logprobs - experience.ref_logprobs)[mask])
-    return result | _length_metrics(rollout) | _mismatch_metrics(rollout.rollout_logprobs, experience.old_logprobs)
+    return result | sampling_metrics(rollout, experience.old_logprobs)
+
+
+def sampling_metrics(rollout: RolloutBatch, old_logprobs: Tensor) -> dict[str, float]:
+    """Lengths and engine mismatch of one whole rollout batch, which megatron's actor gives the log-probs [R]."""
+    return _length_metrics(rollout) | _mismatch_metrics(rollout.rollout_logprobs, old_logprobs)
 
 
 def _length_metrics(rollout: RolloutBatch) -> dict[str, float]:

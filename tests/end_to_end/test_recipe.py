@@ -46,6 +46,9 @@ def test_each_part_takes_its_steps_and_measures_them(finished):
         assert [step["iteration"] for step in steps] == [0, 1, 2, 3]
         assert all(step["train/grad_norm"] > 0 and "nonfinite" not in step for step in steps)
     assert lines_of(run / "sft" / "metrics.jsonl")[-1]["train/loss"] < lines_of(run / "sft" / "metrics.jsonl")[0]["train/loss"]
+    heads = {f"medusa_head_{k}_accuracy" for k in (1, 2, 3)}
+    assert {"loss"} | heads <= {row["label"] for row in json.loads((run / "sft" / "summary.json").read_text())["rows"]}
+    assert all(step["train/medusa/loss"] > 0 and step["train/medusa/grad_norm"] > 0 for step in lines_of(run / "sft" / "metrics.jsonl"))
     labels = {row["label"] for row in json.loads((run / "reward_model" / "summary.json").read_text())["rows"]}
     assert "accuracy" in labels
 
@@ -54,6 +57,9 @@ def test_each_part_starts_from_the_one_before(finished):
     run, _ = finished
     settings = (run / "ppo" / "config.yaml").read_text()
     assert f"path: {run}/sft/model" in settings and f"path: {run}/reward_model/model" in settings
+    assert f"path: {run}/sft/medusa" in settings
+    for heads in ("sft/medusa", "ppo/medusa"):
+        assert json.loads((run / heads / "config.json").read_text())["model_type"] == "medusa" and (run / heads / "model.safetensors").is_file()
     for model in ("sft/model", "reward_model/model", "ppo/actor", "ppo/critic"):
         assert (run / model / "model.safetensors").stat().st_size > 100_000
         assert (run / model / "tokenizer.json").is_file()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,15 +11,19 @@ from models.on_ranks import exported, make_role, negative_log_likelihood
 from torch import Tensor
 
 from rlhf_mc.batch import SequenceBatch
-from rlhf_mc.config import Medusa, MicroBatch, Optim, Parallel, Settings, Trainer
+from rlhf_mc.config import Medusa, MicroBatch, Optim, Parallel, Settings, Supervised, Trainer
 from rlhf_mc.medusa import training
 from rlhf_mc.medusa.drafter import DraftModel, build_drafter, update_heads
+from rlhf_mc.medusa.files import check_heads, load_heads
 from rlhf_mc.medusa.hidden_states import HiddenStates
+from rlhf_mc.medusa.shape import HeadsShape
 from rlhf_mc.medusa.steps import samples_of_steps
 from rlhf_mc.medusa.training import joint_loss, measure_heads, train_heads
 from rlhf_mc.models.passes import accumulate_gradients, score, update, zero_gradients
 from rlhf_mc.models.role import RoleModel
 from rlhf_mc.parallel.world import World
+from rlhf_mc.stages.sft import responses
+from rlhf_mc.stages.supervised import build_learner
 
 BY_TOKENS = MicroBatch(tokens=25)
 
@@ -129,6 +135,29 @@ def train_jointly(
         sums.append(accumulate_gradients(actor, batch, "predicted", BY_TOKENS, loss, beside=beside))
         grad_norms.append((update(actor, optim["lr"]), update_heads(drafter, optim["lr"])))
     return {"sums": sums, "grad_norms": grad_norms, "actor": exported(actor), "heads": weights_of(drafter)}
+
+
+def supervised(
+    world: World, directory: str, batch: SequenceBatch, medusa: dict[str, Any] | None, optim: dict[str, Any], num_steps: int, output: str
+) -> dict[str, Any]:
+    """`num_steps` of SFT, with draft heads where `medusa` is given, saved to `output`: metrics, and the weights before and after.
+
+    reloaded: the saved heads, as a run that names them in medusa.path starts from them, on rank 0.
+    """
+    settings = settings_of(world, medusa or {}, optim)
+    section = Supervised(path=directory, optim=Optim(**optim), micro_batch=BY_TOKENS)
+    settings = replace(settings, supervised=section, medusa=settings.medusa if medusa else Medusa())
+    said: list[str] = []
+    learner = build_learner(settings, responses(), world, num_steps, said.append)
+    before = (exported(learner.model), learner.measure(batch))
+    metrics = [learner.take_step(batch, step) for step in range(num_steps)]
+    said.append(learner.save(Path(output)))
+    found = {"metrics": metrics, "before": before, "after": (exported(learner.model), learner.measure(batch)), "said": said}
+    if medusa and world.rank == 0:
+        place = Path(output) / "medusa"
+        check_heads(place, settings.medusa, learner.model.shape)
+        found["reloaded"] = load_heads(place, HeadsShape.of(settings.medusa, learner.model.shape))
+    return found
 
 
 def take(

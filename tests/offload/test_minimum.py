@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_mc.offload.minimum import EMPTY, RoleBytes, Route, Visit, minimum_bytes, ppo_visits
+from rlhf_mc.offload.minimum import EMPTY, RoleBytes, Route, Visit, heads_visits, minimum_bytes, ppo_visits
 from rlhf_mc.offload.parts import TRAINING, Part
 
 N, D = 1000, 4
@@ -58,6 +58,12 @@ def test_draft_heads_move_once_an_iteration_beside_the_actor(heads, train, loade
     moved = later_iteration(SIZES | {"medusa": heads}, visits)
     without = later_iteration(SIZES)
     assert moved == {"to_device": without["to_device"] + loaded, "to_host": without["to_host"] + stored}
+
+
+def test_heads_alone_never_move_the_actors_optimizer():
+    moved = later_iteration({"actor": FROZEN, "medusa": HEADS}, heads_visits("actor", "medusa"))
+    # The actor leaves for the engine once, and stays from the score on; the heads stay from their update to the next sync.
+    assert moved == {"to_device": 2 * N + 12 * M // D, "to_host": 12 * M // D + 2 * M}
 
 
 def test_roles_of_one_visit_come_change_and_leave_each_for_itself():
