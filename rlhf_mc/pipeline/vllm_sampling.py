@@ -22,7 +22,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.medusa import MedusaProposer
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from rlhf_mc.pipeline.seeded_draws import draw, uniforms
+from rlhf_mc.pipeline.seeded_draws import draw, likeliest, uniforms
 
 
 class SeededSampler(Sampler):
@@ -54,7 +54,7 @@ class SeededSampler(Sampler):
             logits = logits / metadata.temperature[requests, None]
         logprobs = logits.log_softmax(dim=1)
         if metadata.all_greedy:
-            tokens = logits.argmax(dim=1)
+            tokens = likeliest(logits)
         else:
             seeds = [parameters[request].seed for request in requests.tolist()]
             tokens = draw(logprobs, uniforms(seeds, places.tolist()).to(logprobs.device))
@@ -134,6 +134,6 @@ class HeadsProposer(MedusaProposer):
             return target_hidden_states.new_empty(requests, 0, dtype=torch.int64)
         hidden = [block(target_hidden_states) for block in self.model.blocks[:count]]
         if self.shares_output:
-            return self._target.compute_logits(torch.cat(hidden)).argmax(dim=1).view(count, requests).t().contiguous()
+            return likeliest(self._target.compute_logits(torch.cat(hidden))).view(count, requests).t().contiguous()
         logits = (self.model.logits_processor(head, h) for head, h in zip(self.model.lm_heads[:count], hidden, strict=True))
-        return torch.stack([of_head.argmax(dim=1) for of_head in logits], dim=1)
+        return torch.stack([likeliest(of_head) for of_head in logits], dim=1)
