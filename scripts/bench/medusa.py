@@ -63,7 +63,7 @@ TRIALS = {
         "ppo_tiny.yaml", RUNS / "ppo_tiny/sft/model", RUNS / "ppo_tiny/task/prompts.jsonl", sequences=64, rounds=8, passes=10
     ),
     "smollm2": Trial(
-        "ppo_smollm2.yaml", RUNS / "ppo_smollm2/model", RUNS / "ppo_smollm2/prompts/prompts.jsonl", sequences=2, rounds=1, passes=6,
+        "ppo_smollm2.yaml", RUNS / "ppo_smollm2/model", RUNS / "ppo_smollm2/prompts/prompts.jsonl", sequences=2, rounds=4, passes=2,
         overrides=("rollout.max_tokens=32",),
     ),
 }  # fmt: skip
