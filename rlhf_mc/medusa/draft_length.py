@@ -45,7 +45,8 @@ class StepMeasure:
 
     running: sequences in it.  tokens: that went through the model, of prompts too.  seconds: with drafting for the next step.
     checked, proposed: tokens of each sequence that this step checked, and that it drafted for the next.
-    accepted: for each position checked, sequences whose drafts up to there were all accepted.  drafting: sequences that had any.
+    accepted: for each position checked, sequences whose drafts up to there were all accepted, each for one more token of its response.
+    drafting: sequences that had any.
     """
 
     running: int

@@ -90,7 +90,8 @@ class WeightUpdate:
 class Step:
     """One step of the engine.  finished: by number.  running: requests that took part.  tokens: that went through the model.
 
-    checked: drafted tokens of each request that the step checked.  accepted: of each request that had drafts, how many were.
+    checked: drafted tokens of each request that the step checked.  accepted: of each request that had drafts, how many gained it a
+    token: none behind the end of its response.
     """
 
     finished: dict[int, Completion]

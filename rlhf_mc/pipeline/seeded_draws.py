@@ -34,13 +34,30 @@ def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
     The inverse of the distribution function: exact to the rounding of the float32 log-probs, since sums are in float64. A token of
     probability 0 is never drawn. Where log-probs are NaN, so is that of the token, whichever it is.
     """
-    blocks = torch.nn.functional.pad(logprobs, (0, -logprobs.size(1) % _BLOCK), value=-torch.inf).exp().unflatten(1, (-1, _BLOCK))
+    blocks = _blocks(logprobs).exp()
     sums = blocks.sum(2, dtype=torch.float64).cumsum(1)
     wanted = uniform[:, None] * sums[:, -1:]
     block = torch.searchsorted(sums, wanted, right=True).clamp_(max=sums.size(1) - 1)
     before = torch.where(block > 0, sums.gather(1, (block - 1).clamp_(min=0)), 0.0)
-    inside = blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK)).squeeze(1).cumsum(1, dtype=torch.float64)
+    inside = _one_each(blocks, block).cumsum(1, dtype=torch.float64)
     # Sums of a block's parts may round below the block's own sum: then its last token that has a probability is the one.
     last = torch.searchsorted(inside, inside[:, -1:].contiguous())
     token = torch.minimum(torch.searchsorted(inside, wanted - before, right=True), last)
     return (block * _BLOCK + token).squeeze(1).clamp_(max=logprobs.size(1) - 1)
+
+
+def likeliest(scores: Tensor) -> Tensor:
+    """int64[n]: of each row [n, V] the first of the largest. On CPU many times as fast as torch's argmax over a whole vocabulary."""
+    blocks = _blocks(scores)
+    block = blocks.amax(2).argmax(1, keepdim=True)
+    return (block * _BLOCK + _one_each(blocks, block).argmax(1, keepdim=True)).squeeze(1)
+
+
+def _blocks(rows: Tensor) -> Tensor:
+    """[n, V] -> [n, blocks, _BLOCK], filled up with -inf."""
+    return torch.nn.functional.pad(rows, (0, -rows.size(1) % _BLOCK), value=-torch.inf).unflatten(1, (-1, _BLOCK))
+
+
+def _one_each(blocks: Tensor, chosen: Tensor) -> Tensor:
+    """[n, _BLOCK]: of each row its block of that number, int64[n, 1]."""
+    return blocks.gather(1, chosen[..., None].expand(-1, -1, _BLOCK)).squeeze(1)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
@@ -21,7 +22,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.medusa import MedusaProposer
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from rlhf_mc.pipeline.seeded_draws import draw, uniforms
+from rlhf_mc.pipeline.seeded_draws import draw, likeliest, uniforms
 
 
 class SeededSampler(Sampler):
@@ -43,10 +44,8 @@ class SeededSampler(Sampler):
         """For each row of logits [n, V] a token int64[n] and its log-prob float32[n]. The row belongs to request `requests[i]`, `ahead[i]`
         places after its next token.
         """
-        batch = self._runner.input_batch
-        parameters = [self._runner.requests[ident].sampling_params for ident in batch.req_ids]
-        count = len(parameters)
-        places = (batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count])[requests] + ahead
+        parameters, lengths = self.running()
+        places = lengths[requests] + ahead
         logits = logits.float()
         for row, (request, place) in enumerate(zip(requests.tolist(), places.tolist(), strict=True)):
             if place < parameters[request].min_tokens:
@@ -55,15 +54,25 @@ class SeededSampler(Sampler):
             logits = logits / metadata.temperature[requests, None]
         logprobs = logits.log_softmax(dim=1)
         if metadata.all_greedy:
-            tokens = logits.argmax(dim=1)
+            tokens = likeliest(logits)
         else:
             seeds = [parameters[request].seed for request in requests.tolist()]
             tokens = draw(logprobs, uniforms(seeds, places.tolist()).to(logprobs.device))
         return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
 
+    def running(self) -> tuple[list[SamplingParams], numpy.ndarray]:
+        """Of each running request its parameters, and the length of its response so far."""
+        batch = self._runner.input_batch
+        parameters = [self._runner.requests[ident].sampling_params for ident in batch.req_ids]
+        count = len(parameters)
+        return parameters, batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count]
+
 
 class DraftChecker(nn.Module):
-    """Stands where vLLM has its rejection sampler.  accepted: of the last step, how many drafts were, of each request that had some."""
+    """Stands where vLLM has its rejection sampler.
+
+    accepted: of the last step, how many drafts gained each request that had some a token. Behind the end of a response no draft does.
+    """
 
     def __init__(self, sampler: SeededSampler) -> None:
         super().__init__()
@@ -86,10 +95,18 @@ class DraftChecker(nn.Module):
         accepted = (drawn[:, :-1] == drafts).int().cumprod(dim=1).sum(dim=1)
         emitted = torch.arange(longest + 1, device=tokens.device) <= accepted[:, None]
         # vLLM fills up new requests of a batch with placeholders, which are no drafts.
-        self.accepted = accepted[(drafts != PLACEHOLDER_TOKEN_ID).any(dim=1)].tolist()
+        had_drafts = (drafts != PLACEHOLDER_TOKEN_ID).any(dim=1).tolist()
+        each = zip(drawn.tolist(), accepted.tolist(), *self._sampler.running(), had_drafts, strict=True)
+        self.accepted = [_gained(row[: count + 1], parameters, length) for row, count, parameters, length, had in each if had]
         return SamplerOutput(
             torch.where(emitted, drawn, PLACEHOLDER_TOKEN_ID).int(), as_tensors(drawn.flatten(), logprobs[rows].flatten())
         )
+
+
+def _gained(tokens: Sequence[int], parameters: SamplingParams, length: int) -> int:
+    """How many tokens after the first of these a response of `length` takes, which ends at a stop token or its bound."""
+    tokens = tokens[: parameters.max_tokens - length]
+    return next((place for place, token in enumerate(tokens) if token in parameters.all_stop_token_ids), len(tokens) - 1)
 
 
 def as_tensors(tokens: Tensor, logprobs: Tensor) -> LogprobsTensors:
@@ -117,6 +134,6 @@ class HeadsProposer(MedusaProposer):
             return target_hidden_states.new_empty(requests, 0, dtype=torch.int64)
         hidden = [block(target_hidden_states) for block in self.model.blocks[:count]]
         if self.shares_output:
-            return self._target.compute_logits(torch.cat(hidden)).argmax(dim=1).view(count, requests).t().contiguous()
+            return likeliest(self._target.compute_logits(torch.cat(hidden))).view(count, requests).t().contiguous()
         logits = (self.model.logits_processor(head, h) for head, h in zip(self.model.lm_heads[:count], hidden, strict=True))
-        return torch.stack([of_head.argmax(dim=1) for of_head in logits], dim=1)
+        return torch.stack([likeliest(of_head) for of_head in logits], dim=1)

@@ -167,7 +167,7 @@ def test_accepted_drafts_save_steps(fp32_run):
         assert not runs["all"]["decodes_only"][0] and sum(runs["all"]["decodes_only"]) > 20
         assert runs["greedy"]["accepted"] > 20, "heads that repeat the next token must be right sometimes"
         for run in runs.values():
-            assert run["running"] >= run["emitted"] - run["accepted"]  # a draft that is accepted past the end counts as well
+            assert run["running"] == run["emitted"] - run["accepted"]  # drafts that are right past the end are none of them
         assert runs["greedy"]["running"] < runs["greedy"]["emitted"]
 
 

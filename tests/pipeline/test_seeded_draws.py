@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from rlhf_mc.pipeline.seeded_draws import draw, uniforms
+from rlhf_mc.pipeline.seeded_draws import draw, likeliest, uniforms
 
 
 def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
@@ -56,3 +56,11 @@ def test_rare_tokens_keep_their_probability() -> None:
 
 def test_rows_of_nan_give_a_token_of_the_vocabulary() -> None:
     assert draw(torch.full((1, 300), torch.nan), torch.tensor([0.5], dtype=torch.float64)).item() < 300
+
+
+@pytest.mark.parametrize("vocab", [1, 256, 1000])
+def test_the_likeliest_is_the_first_of_the_largest(vocab: int) -> None:
+    scores = torch.randint(0, 7, (50, vocab), generator=torch.Generator().manual_seed(vocab)).float()
+    scores[0] = -torch.inf
+    first = (scores == scores.amax(1, keepdim=True)).int().argmax(1)
+    assert torch.equal(likeliest(scores), first)
