@@ -59,7 +59,8 @@ def uniform_lengths(generator: np.random.Generator, num: int) -> np.ndarray:
 def test_no_rank_costs_two_percent_more_than_it_must(lengths_of, num_ranks: int, a_rank: int) -> None:
     for seed, hidden in enumerate((896, 4096, 8192)):
         lengths = lengths_of(np.random.default_rng(seed), num_ranks * a_rank)
-        costs = SequenceCost(per_token=24 * hidden * hidden, per_pair=4 * hidden, per_answer=0, window=None).of(lengths, 0 * lengths)
+        model = SequenceCost(per_token=24 * hidden * hidden, per_pair=4 * hidden, per_answer=0, window=None)
+        costs = model.of(lengths, 0 * lengths)
         ranks = share_out(lengths, costs, 16384, num_ranks)
         loads = [sum(costs[number] for units in bins for number in units) for bins in ranks]
         assert max(loads) <= 1.02 * max(costs.sum() / num_ranks, costs.max())
