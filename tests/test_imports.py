@@ -28,7 +28,7 @@ SIDE_ROOMS = {"data", "rewards", "rollout_files", "tracking"}  # import settings
 
 WITHOUT_MEGATRON = [
     "config contradictions config_keys recipe batch algorithms data rewards rollout_files tracking plan launch",
-    "parallel/grids parallel/reshard parallel/microbatches parallel/logprobs parallel/wire parallel/exchange parallel/job",
+    "parallel/grids parallel/reshard parallel/balance parallel/microbatches parallel/logprobs parallel/wire parallel/exchange parallel/job",
     "models/hf_config models/weight_layout models/loss models/precision medusa/shape medusa/steps",
     "pipeline/dispatch pipeline/schedule pipeline/engine pipeline/control pipeline/generation pipeline/server pipeline/weight_sync",
     "medusa/shape medusa/files medusa/draft_length",
@@ -36,7 +36,7 @@ WITHOUT_MEGATRON = [
 ]
 WITHOUT_TORCH = [
     "config contradictions config_keys recipe",
-    "models/hf_config models/weight_layout parallel/grids parallel/reshard parallel/microbatches",
+    "models/hf_config models/weight_layout parallel/grids parallel/reshard parallel/balance parallel/microbatches",
     "medusa/shape medusa/steps medusa/draft_length medusa/drafting",
 ]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mc.config import ConfigError
+from rlhf_mc.parallel.balance import SequenceCost
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -61,6 +62,21 @@ class ModelShape:
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         layers = self.num_layers * (attention + 3 * self.hidden * self.ffn + norms)
         return layers + self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
+
+    def sequence_cost(self, answers_are_words: bool, pipeline: int) -> SequenceCost:
+        """What a sequence costs the last of `pipeline` stages, which has the head and so most to do.
+
+        answers_are_words: each number asked of the model takes a row of logits; a value head's product is nothing beside it.
+        Two FLOPs a multiply-add; attention has two products, q k^T and p v.
+        """
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layers = self.num_layers // pipeline
+        return SequenceCost(
+            per_token=2 * layers * self.hidden * (2 * queries + 2 * keys + 3 * self.ffn),
+            per_pair=2 * layers * 2 * queries,
+            per_answer=2 * self.hidden * self.vocab if answers_are_words else 0,
+            window=self.sliding_window,
+        )
 
     def padded_vocab(self, tensor_parallel: int) -> int:
         """Rows of the embedding in the trainer: padded as vLLM pads, so that shards of both begin at the same rows."""

@@ -30,8 +30,9 @@ def _microbatches(
     model: RoleModel, batch: SequenceBatch, asked: Asked, budget: MicroBatch, together: int = 1
 ) -> tuple[list[PackedMicrobatch], PackedBatch]:
     world = model.world
-    plan = plan_microbatches(batch.lengths.tolist(), budget, world.grid.data, together)[world.grid.data_rank]
-    packed = PackedBatch.of(batch, asked)
+    packed, lengths = PackedBatch.of(batch, asked), batch.lengths.tolist()
+    costs = model.shape.sequence_cost(model.head == "language", world.grid.pipeline).of(lengths, packed.counts.tolist())
+    plan = plan_microbatches(lengths, costs, budget, world.grid.data, together)[world.grid.data_rank]
     multiple = world.grid.tensor
     return [packed.pack(p, multiple, model.table, world.device) for p in plan], packed
 

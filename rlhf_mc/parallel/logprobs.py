@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Logits of one chunk, in elements: bounds the extra memory to about ten times this many bytes.
+# Logits of one chunk, in elements. The extra memory is two float32 matrices of that size, forward and backward: 8 times so many bytes.
 _CHUNK_ELEMENTS = 1 << 24
 
 
@@ -76,7 +76,8 @@ def _local_statistics(logits: Tensor, rows: Tensor, present: Tensor) -> Tensor:
     top = logits.amax(dim=1)
     target = torch.where(present, logits.gather(1, rows[:, None]).squeeze(1), 0.0)
     mass = (logits - top[:, None]).exp_()
-    return torch.stack((top, mass.sum(dim=1), torch.linalg.vecdot(mass, logits), target))
+    mass_sum = mass.sum(dim=1)
+    return torch.stack((top, mass_sum, mass.mul_(logits).sum(dim=1), target))
 
 
 def _combine(statistics: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -89,6 +90,26 @@ def _combine(statistics: Tensor, group: dist.ProcessGroup) -> Tensor:
     sums = torch.stack((statistics[1] * scale, statistics[2] * scale, statistics[3]))
     dist.all_reduce(sums, group=group)
     return torch.cat((top[None], sums))
+
+
+def _logits_to_gradient(
+    logits: Tensor,
+    rows: Tensor,
+    present: Tensor,
+    log_normaliser: Tensor,
+    mean_logit: Tensor,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """The gradient by the logits x [n, rows], in their place; all else is [n].
+
+    d logprob / d x_j = [j is target] - p_j;  d entropy / d x_j = -p_j (x_j - mean_logit)
+    """
+    slope = -grad_logprob[:, None]
+    if grad_entropy is not None:
+        slope = (mean_logit[:, None] - logits).mul_(grad_entropy[:, None]).add_(slope)
+    grad = logits.sub_(log_normaliser[:, None]).exp_().mul_(slope)
+    return grad.scatter_add_(1, rows[:, None], torch.where(present, grad_logprob, 0.0)[:, None])
 
 
 class _VocabularyParallelLogProbs(torch.autograd.Function):
@@ -117,25 +138,19 @@ class _VocabularyParallelLogProbs(torch.autograd.Function):
             return torch.zeros_like(hidden), torch.zeros_like(weight), None, None, None
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        with_entropy = bool(grad_entropy.any())
-        per_logit = 1.0 / ctx.scope.temperature
+        by_logit = grad_logprob / ctx.scope.temperature, grad_entropy / ctx.scope.temperature if grad_entropy.any() else None
         for c in _chunks(hidden.size(0), weight.size(0)):
-            # d logprob / d x_j = [j is target] - p_j;  d entropy / d x_j = -p_j (x_j - mean_logit)
-            logits = _logits(hidden[c], weight, ctx.scope, _at(banned, c))
-            slope = -grad_logprob[c, None] * per_logit
-            if with_entropy:
-                slope = slope - grad_entropy[c, None] * per_logit * (logits - mean_logit[c, None])
-            grad = logits.sub_(log_normaliser[c, None]).exp_().mul_(slope)
-            grad.scatter_add_(1, rows[c, None], torch.where(present[c], grad_logprob[c] * per_logit, 0.0)[:, None])
-            grad = grad.to(hidden.dtype)
+            of_tokens = (_at(values, c) for values in (rows, present, log_normaliser, mean_logit, *by_logit))
+            grad = _logits_to_gradient(_logits(hidden[c], weight, ctx.scope, _at(banned, c)), *of_tokens).to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[c])
             if grad_weight is not None:
                 grad_weight.addmm_(grad.t(), hidden[c])
+            del grad  # before the next chunk's logits are made
         return grad_hidden, grad_weight, None, None, None
 
 
-def _at(banned: Tensor | None, chunk: slice) -> Tensor | None:
-    return None if banned is None else banned[chunk]
+def _at(values: Tensor | None, chunk: slice) -> Tensor | None:
+    return None if values is None else values[chunk]
 
 
 def vocabulary_parallel_logprobs(

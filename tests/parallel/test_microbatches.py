@@ -31,16 +31,21 @@ def check_together(plan: list[list[PlannedMicrobatch]], together: int) -> None:
             assert set(range(first, first + together)) <= set(microbatch.sequences)
 
 
+def square_costs(lengths: list[int]) -> list[int]:
+    """A linear term and one of attention, which is the larger from 8 tokens on."""
+    return [8 * n + n * n for n in lengths]
+
+
 @given(LENGTHS, RANKS, st.integers(40, 200))
 def test_by_tokens(lengths: list[int], num_ranks: int, tokens: int) -> None:
-    plan = plan_microbatches(lengths, MicroBatch(tokens=tokens), num_ranks)
+    plan = plan_microbatches(lengths, square_costs(lengths), MicroBatch(tokens=tokens), num_ranks)
     check_shares(plan, len(lengths), num_ranks)
     assert all(sum(lengths[s] for s in m.sequences) <= tokens for share in plan for m in share)
 
 
 @given(LENGTHS, RANKS, st.integers(1, 12))
 def test_by_sequences(lengths: list[int], num_ranks: int, sequences: int) -> None:
-    plan = plan_microbatches(lengths, MicroBatch(tokens=None, sequences=sequences), num_ranks)
+    plan = plan_microbatches(lengths, square_costs(lengths), MicroBatch(tokens=None, sequences=sequences), num_ranks)
     check_shares(plan, len(lengths), num_ranks)
     assert all(len(m.sequences) <= sequences for share in plan for m in share)
 
@@ -50,7 +55,7 @@ def test_neighbours_stay_together(lengths: list[int], num_ranks: int, together: 
     """As the two answers of a preference pair must."""
     lengths = lengths * together
     budget = MicroBatch(tokens=70) if by_tokens else MicroBatch(tokens=None, sequences=4)
-    plan = plan_microbatches(lengths, budget, num_ranks, together)
+    plan = plan_microbatches(lengths, square_costs(lengths), budget, num_ranks, together)
     check_shares(plan, len(lengths), num_ranks)
     check_together(plan, together)
     if by_tokens:
@@ -59,47 +64,70 @@ def test_neighbours_stay_together(lengths: list[int], num_ranks: int, together: 
         assert all(len(m.sequences) <= 4 for share in plan for m in share)
 
 
+@given(st.lists(st.tuples(st.integers(1, 40), st.floats(1e-3, 1e15)), min_size=1, max_size=60), RANKS, st.integers(40, 200))
+def test_costs_need_not_follow_the_lengths(sequences: list[tuple[int, float]], num_ranks: int, tokens: int) -> None:
+    lengths, costs = [list(values) for values in zip(*sequences)]
+    plan = plan_microbatches(lengths, costs, MicroBatch(tokens=tokens), num_ranks)
+    check_shares(plan, len(lengths), num_ranks)
+    assert all(sum(lengths[s] for s in m.sequences) <= tokens for share in plan for m in share)
+
+
 @given(LENGTHS, RANKS, st.integers(40, 200))
 def test_the_plan_depends_on_its_arguments_only(lengths: list[int], num_ranks: int, tokens: int) -> None:
-    first = plan_microbatches(lengths, MicroBatch(tokens=tokens), num_ranks)
-    assert first == plan_microbatches(tuple(lengths), MicroBatch(tokens=tokens), num_ranks)
+    costs = square_costs(lengths)
+    first = plan_microbatches(lengths, costs, MicroBatch(tokens=tokens), num_ranks)
+    assert first == plan_microbatches(tuple(lengths), tuple(costs), MicroBatch(tokens=tokens), num_ranks)
+    assert first == plan_microbatches(lengths, [1024.0 * cost for cost in costs], MicroBatch(tokens=tokens), num_ranks), "the unit is free"
 
 
-@given(st.lists(st.integers(1, 40), min_size=8, max_size=60))
-def test_ranks_share_the_work(lengths: list[int]) -> None:
-    """Two ranks' tokens differ by at most what one micro-batch holds."""
-    plan = plan_microbatches(lengths, MicroBatch(tokens=64), 2)
-    loads = [sum(lengths[s] for m in share if not m.fill for s in m.sequences) for share in plan]
-    assert abs(loads[0] - loads[1]) <= 64
+@given(LENGTHS, RANKS, st.integers(40, 200))
+def test_the_dearest_come_first_and_fills_last(lengths: list[int], num_ranks: int, tokens: int) -> None:
+    costs = square_costs(lengths)
+    for share in plan_microbatches(lengths, costs, MicroBatch(tokens=tokens), num_ranks):
+        loads = [0 if m.fill else sum(costs[s] for s in m.sequences) for m in share]
+        assert loads == sorted(loads, reverse=True)
+
+
+def test_one_token_beside_the_whole_budget() -> None:
+    lengths = [1] * 40 + [4096]
+    plan = plan_microbatches(lengths, square_costs(lengths), MicroBatch(tokens=4096), 2)
+    check_shares(plan, 41, 2)
+    assert plan[0][0].sequences == (40,) and plan[1][0].sequences == tuple(range(40))
+
+
+def test_sequences_of_the_whole_budget() -> None:
+    plan = plan_microbatches([4096] * 7, square_costs([4096] * 7), MicroBatch(tokens=4096), 3)
+    check_shares(plan, 7, 3)
+    assert all(len(m.sequences) == 1 for share in plan for m in share) and len(plan[0]) == 3
 
 
 def test_a_fill_is_the_cheapest_sequence() -> None:
-    plan = plan_microbatches([30, 10, 30], MicroBatch(tokens=30), 2)
+    plan = plan_microbatches([30, 10, 30], [3.0, 2.0, 1.0], MicroBatch(tokens=30), 2)
     fills = [m for share in plan for m in share if m.fill]
-    assert fills == [PlannedMicrobatch((1,), fill=True)]
+    assert fills == [PlannedMicrobatch((2,), fill=True)]
 
 
 def test_more_ranks_than_sequences() -> None:
-    plan = plan_microbatches([5], MicroBatch(), 4)
+    plan = plan_microbatches([5], [1.0], MicroBatch(), 4)
     assert [[m.fill for m in share] for share in plan] == [[False], [True], [True], [True]]
 
 
 def test_a_sequence_that_is_too_long_is_named() -> None:
     with pytest.raises(ValueError, match=r"sequence 2 has 33 tokens.*32.*micro_batch\.tokens"):
-        plan_microbatches([4, 32, 33], MicroBatch(tokens=32), 2)
+        plan_microbatches([4, 32, 33], [1.0] * 3, MicroBatch(tokens=32), 2)
 
 
 def test_neighbours_that_are_too_long_together_are_named() -> None:
     with pytest.raises(ValueError, match=r"sequences 2 to 3 have 33 tokens.*32.*micro_batch\.tokens"):
-        plan_microbatches([4, 4, 16, 17], MicroBatch(tokens=32), 2, together=2)
+        plan_microbatches([4, 4, 16, 17], [1.0] * 4, MicroBatch(tokens=32), 2, together=2)
 
 
 def test_fewer_sequences_than_stay_together_are_refused() -> None:
     with pytest.raises(ValueError, match=r"micro_batch\.sequences.* 1 .* 2 "):
-        plan_microbatches([4, 4], MicroBatch(tokens=None, sequences=1), 1, together=2)
+        plan_microbatches([4, 4], [1.0] * 2, MicroBatch(tokens=None, sequences=1), 1, together=2)
 
 
 @pytest.mark.parametrize(("lengths", "together"), [([], 1), ([4, 4, 4], 2)])
 def test_an_empty_batch_or_a_broken_pair_is_refused(lengths: list[int], together: int) -> None:
     with pytest.raises(ValueError, match=f"{len(lengths)} sequences"):
-        plan_microbatches(lengths, MicroBatch(), 1, together)
+        plan_microbatches(lengths, [1.0] * len(lengths), MicroBatch(), 1, together)

@@ -26,7 +26,7 @@ def batches(draw: st.DrawFn) -> SequenceBatch:
 
 def packed(batch: SequenceBatch, asked: str, multiple: int, num_ranks: int = 1) -> list[PackedMicrobatch]:
     """All micro-batches of all ranks."""
-    plan = plan_microbatches(batch.lengths.tolist(), MicroBatch(tokens=16), num_ranks)
+    plan = plan_microbatches(batch.lengths.tolist(), batch.lengths.tolist(), MicroBatch(tokens=16), num_ranks)
     whole = PackedBatch.of(batch, asked)
     return [whole.pack(planned, multiple, TABLE, torch.device("cpu")) for share in plan for planned in share]
 
