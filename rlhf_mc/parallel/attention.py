@@ -233,6 +233,14 @@ def _kernel_dtype(query: Tensor, longest: int) -> torch.dtype:
     return torch.float32 if short_on_cpu else query.dtype
 
 
+def _masked_kernel_wants_all_heads(device: torch.device) -> bool:
+    """Of torch's fused CUDA kernels, flash takes no mask and the memory-efficient one no grouped heads (torch 2.13's sdp_utils.cpp).
+
+    With both, torch would fall back to a kernel that holds all scores in memory. The CPU's flash kernel takes both.
+    """
+    return device.type == "cuda"
+
+
 class PackedAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v within each sequence, causal, with rotary positions and grouped queries.
 
@@ -272,5 +280,8 @@ class PackedAttention(nn.Module):
         causal = group.is_plain_causal(self.window)
         bias = None if causal else group.bias(self.window, dtype)
         grouped = query.size(1) != key.size(1)
+        if grouped and bias is not None and _masked_kernel_wants_all_heads(query.device):
+            k, v = (x.repeat_interleave(query.size(1) // key.size(1), dim=1) for x in (k, v))
+            grouped = False
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=self.scale, enable_gqa=grouped)
         return _Unpad.apply(out.transpose(1, 2).reshape(-1, *query.shape[1:]), group.queries).to(query.dtype)
