@@ -27,11 +27,11 @@ def head_labels(packed: PackedMicrobatch, num_heads: int) -> Labels:
 
     Valid where that token is itself a target of the same sequence: no token of a prompt, and none of the next sequence.
     """
-    asked, device = packed.asked, packed.rows.device
+    asked, mine, device = packed.asked, packed.mine, packed.rows.device
     # The token k places after a row's target is the target of the row k places on, if there is such a row on any context rank.
-    wanted = asked.rows[asked.mine] + torch.arange(1, num_heads + 1)[:, None]
+    wanted = asked.rows[mine] + torch.arange(1, num_heads + 1)[:, None]
     found = torch.searchsorted(asked.rows, wanted).clamp(max=asked.rows.numel() - 1)
-    valid = (asked.rows[found] == wanted) & (asked.sequence_ids[found] == asked.sequence_ids[asked.mine])
+    valid = (asked.rows[found] == wanted) & (asked.sequence_ids[found] == asked.sequence_ids[mine])
     return Labels(asked.targets[found].to(device), valid.to(device))
 
 

@@ -94,10 +94,9 @@ def score(
 
 def _compared(loss: Loss, answers: TokenLogprobs | Tensor, microbatch: PackedMicrobatch, context: Context) -> LossSum:
     """Collective over the context group. `loss` of the answers of all its ranks; the sums are counted on the first of them only."""
-    asked = microbatch.asked
 
     def of_all_ranks(numbers: Tensor) -> Tensor:
-        return exchange_numbers(numbers, asked.mine.to(numbers.device), asked.rows.numel(), context)
+        return exchange_numbers(numbers, microbatch.mine.to(numbers.device), microbatch.asked.rows.numel(), context)
 
     if isinstance(answers, TokenLogprobs):
         part = loss.of(TokenLogprobs(of_all_ranks(answers.logprobs), of_all_ranks(answers.entropy)), microbatch)

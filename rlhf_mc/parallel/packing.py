@@ -28,15 +28,14 @@ class RotaryTable:
 class AskedRows:
     """What a micro-batch asks for on all context ranks together, N numbers; on the host.
 
-    rows: int64[N], ascending, where among the packed tokens of all of these ranks.
-    targets, sequence_ids: int64[N], as in PackedMicrobatch.
-    mine: int64[n], ascending, which of them this rank answers.
+    rows: int64[N], ascending, where among the packed tokens of all of these ranks.  The others: int64[N], as in PackedMicrobatch.
     """
 
     rows: Tensor
     targets: Tensor
+    answer_numbers: Tensor
+    slots: Tensor
     sequence_ids: Tensor
-    mine: Tensor
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class PackedMicrobatch:
     answer_numbers: int64[n], 0 for the first answer of each sequence, 1 for its second, and so on.
     slots: int64[n] on the host, where the answers go in the whole batch: in the order of its predicted tokens, or of its sequences.
     sequence_ids: int64[n] on the host, which sequence of the batch each answer belongs to.
-    asked: what all context ranks are asked.
+    asked: what all context ranks are asked, N numbers.  mine: int64[n] on the host, ascending, which of these are this rank's n.
     fill: the micro-batch repeats another's sequence and must weigh nothing.
     """
 
@@ -63,6 +62,7 @@ class PackedMicrobatch:
     slots: Tensor
     sequence_ids: Tensor
     asked: AskedRows
+    mine: Tensor
     fill: bool
 
 
@@ -92,33 +92,42 @@ class PackedBatch:
         self, planned: PlannedMicrobatch, multiple: int, table: RotaryTable, device: torch.device, context: Context = ALONE
     ) -> PackedMicrobatch:
         """A rank's part of the micro-batch on `device`, on every context rank equally long, a multiple of `multiple`."""
-        batch, index = self.batch, torch.tensor(planned.sequences)
-        lengths = batch.lengths[index]
-        tokens = gather_segments(batch.tokens, batch.lengths, index)
-        if self.asked == "predicted":
-            wanted = gather_segments(batch.loss_mask, batch.lengths, index).nonzero().squeeze(1)
-            rows = wanted - 1
-        else:
-            rows = wanted = lengths.cumsum(0) - 1
-        targets = tokens[wanted]
-        counts = self.counts[index]
-        answer_numbers = ragged_arange(counts)
-        slots = self.slot_offsets[:-1][index].repeat_interleave(counts) + answer_numbers
-        sequence_ids = index.repeat_interleave(counts)
+        index = torch.tensor(planned.sequences)
+        lengths = self.batch.lengths[index]
+        tokens = gather_segments(self.batch.tokens, self.batch.lengths, index)
+        asked = self._asked_of(index, tokens)
         padding = -tokens.numel() % (multiple * context.size)
         if padding:
             tokens = torch.cat([tokens, tokens.new_zeros(padding)])
             lengths = torch.cat([lengths, lengths.new_tensor([padding])])
         cut = cut_sequences(lengths, context.size)
-        mine, local_rows = cut.on_rank(rows, context.rank)
+        mine, rows = cut.on_rank(asked.rows, context.rank)
         return PackedMicrobatch(
             tokens=tokens[cut.held[context.rank]].to(device),
             sequences=pack_sequences(cut, table.cos, table.sin, device, context),
-            rows=local_rows.to(device),
-            targets=targets[mine].to(device),
-            answer_numbers=answer_numbers[mine].to(device),
-            slots=slots[mine],
-            sequence_ids=sequence_ids[mine],
-            asked=AskedRows(rows, targets, sequence_ids, mine),
+            rows=rows.to(device),
+            targets=asked.targets[mine].to(device),
+            answer_numbers=asked.answer_numbers[mine].to(device),
+            slots=asked.slots[mine],
+            sequence_ids=asked.sequence_ids[mine],
+            asked=asked,
+            mine=mine,
             fill=planned.fill,
+        )
+
+    def _asked_of(self, index: Tensor, tokens: Tensor) -> AskedRows:
+        """What is asked of the sequences `index`, whose tokens these are."""
+        if self.asked == "predicted":
+            wanted = gather_segments(self.batch.loss_mask, self.batch.lengths, index).nonzero().squeeze(1)
+            rows = wanted - 1
+        else:
+            rows = wanted = self.batch.lengths[index].cumsum(0) - 1
+        counts = self.counts[index]
+        answer_numbers = ragged_arange(counts)
+        return AskedRows(
+            rows=rows,
+            targets=tokens[wanted],
+            answer_numbers=answer_numbers,
+            slots=self.slot_offsets[:-1][index].repeat_interleave(counts) + answer_numbers,
+            sequence_ids=index.repeat_interleave(counts),
         )
