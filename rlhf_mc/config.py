@@ -85,26 +85,34 @@ class Optim:
 
 @_settings_record
 class Parallel:
-    """The training grid. Data-parallel size is world size / (tensor x pipeline)."""
+    """The training grid. Data-parallel size is world size / (tensor x context x pipeline)."""
 
     tensor: int = 1  #: ranks that share each layer
+    context: int = 1  #: ranks that share each sequence; micro_batch.tokens counts the tokens of all of them
     pipeline: int = 1  #: ranks that share the stack of layers
-    distributed_optimizer: bool = True  #: shard main params and moments over data-parallel ranks
+    distributed_optimizer: bool = True  #: shard main params and moments over the ranks with the same weights
 
     def check(self, key: str) -> None:
         _check(self.tensor >= 1, f"{key}.tensor: {self.tensor} is not positive")
+        _check(self.context >= 1, f"{key}.context: {self.context} is not positive")
         _check(self.pipeline >= 1, f"{key}.pipeline: {self.pipeline} is not positive")
 
     def data(self, num_ranks: int, engine_ranks: int = 0) -> int:
         """Data-parallel size for `num_ranks` ranks that train, beside those of the engines; an indivisible layout is a ConfigError."""
-        model = self.tensor * self.pipeline
+        group = self.ranks_of_a_sequence
+        more = f", and rollout.engine_ranks {engine_ranks} more" if engine_ranks else ""
         _check(
-            num_ranks % model == 0,
-            f"parallel: {num_ranks} ranks cannot be divided into groups of tensor {self.tensor} x pipeline "
-            f"{self.pipeline} = {model}; start a multiple of {model} ranks"
-            f"{f', and rollout.engine_ranks {engine_ranks} more' if engine_ranks else ''}, or lower parallel.tensor or parallel.pipeline",
+            num_ranks % group == 0,
+            f"parallel: {num_ranks} ranks cannot be divided into groups of tensor {self.tensor} x context {self.context} x pipeline "
+            f"{self.pipeline} = {group}; start a multiple of {group} ranks{more}, "
+            "or lower parallel.tensor, parallel.context or parallel.pipeline",
         )
-        return num_ranks // model
+        return num_ranks // group
+
+    @property
+    def ranks_of_a_sequence(self) -> int:
+        """Ranks that work on the same sequences."""
+        return self.tensor * self.context * self.pipeline
 
 
 @_settings_record
@@ -425,7 +433,7 @@ class Offload:
     """Time-sharing of the device. `enabled` false keeps every role on the device (it must fit)."""
 
     enabled: bool = True  #: move roles that wait to host memory
-    share_host_copies: bool = False  #: data-parallel ranks of a host share its copy of the params; a reload gathers them
+    share_host_copies: bool = False  #: ranks with the same params share their host's copy of them; a reload gathers them
     device_budget_gib: float | None = None  #: GiB of the device for states; within it the next role is prefetched; null: no limit
 
     def check(self, key: str) -> None:
@@ -549,7 +557,7 @@ class Settings:
         _check(
             engine_ranks < world_size,
             f"rollout.engine_ranks: {engine_ranks} of {world_size} ranks leaves none to train on; "
-            f"start {engine_ranks + self.parallel.tensor * self.parallel.pipeline} ranks or more, or lower it",
+            f"start {engine_ranks + self.parallel.ranks_of_a_sequence} ranks or more, or lower it",
         )
         return world_size - engine_ranks
 

@@ -46,20 +46,21 @@ class RankError(Exception):
 
 @dataclass(frozen=True)
 class Layout:
-    """A training grid by its three sizes; str() is its name in test ids."""
+    """A training grid by its four sizes; str() is its name in test ids."""
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    context: int = 1
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.data * self.context
 
     def __str__(self) -> str:
-        parts = [f"{name}{n}" for name, n in (("TP", self.tensor), ("PP", self.pipeline), ("DP", self.data)) if n > 1]
-        return "x".join(parts) or "1rank"
+        sizes = {"TP": self.tensor, "CP": self.context, "PP": self.pipeline, "DP": self.data}
+        return "x".join(f"{name}{n}" for name, n in sizes.items() if n > 1) or "1rank"
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class _Rank:
         leave_world()
         size = task.layout.size
         dist.init_process_group("gloo", store=dist.FileStore(str(task.store), size), rank=self.rank, world_size=size)
-        grid = TrainingGrid(size, self.rank, task.layout.tensor, task.layout.pipeline)
+        grid = TrainingGrid(size, self.rank, task.layout.tensor, task.layout.pipeline, task.layout.context)
         self._world = build_world(grid, torch.device("cpu"), seed=1)
         self._store = task.store
 

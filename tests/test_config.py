@@ -69,6 +69,7 @@ SECTION_FAULTS = [
     ("data.prompts_per_iteration=0", "data.prompts_per_iteration: 0"),
     ("data.max_prompt_tokens=0", "data.max_prompt_tokens: 0"),
     ("parallel.tensor=0", "parallel.tensor: 0"),
+    ("parallel.context=0", "parallel.context: 0"),
     ("parallel.pipeline=-2", "parallel.pipeline: -2"),
     ("supervised.epochs=0", "supervised.epochs: 0"),
     ("supervised.batch_size=0", "supervised.batch_size: 0"),
@@ -327,15 +328,21 @@ def test_preference_pair_that_fits_no_micro_batch(overrides, message):
     settings_of(*SUPERVISED, *overrides).check("sft")
 
 
-@pytest.mark.parametrize("tensor, pipeline, world_size, data", [(1, 1, 1, 1), (2, 1, 8, 4), (2, 2, 4, 1), (8, 4, 64, 2)])
-def test_data_parallel_size(tensor, pipeline, world_size, data):
-    assert Parallel(tensor=tensor, pipeline=pipeline).data(world_size) == data
+@pytest.mark.parametrize(
+    "tensor, context, pipeline, world_size, data",
+    [(1, 1, 1, 1, 1), (2, 1, 1, 8, 4), (2, 1, 2, 4, 1), (1, 2, 1, 8, 4), (2, 2, 2, 8, 1), (8, 2, 4, 128, 2)],
+)
+def test_data_parallel_size(tensor, context, pipeline, world_size, data):
+    assert Parallel(tensor=tensor, context=context, pipeline=pipeline).data(world_size) == data
 
 
 @pytest.mark.parametrize("program, base", [("train", TRAIN), ("sft", SUPERVISED), ("reward_model", SUPERVISED)])
 def test_layout_that_does_not_divide_the_ranks(program, base):
     (error,) = errors_of(program, *base, "parallel.tensor=2", "parallel.pipeline=2", world_size=6)
-    assert error.startswith("parallel: 6 ranks cannot be divided into groups of tensor 2 x pipeline 2 = 4; start a multiple of 4")
+    groups = "groups of tensor 2 x context 1 x pipeline 2 = 4"
+    assert error.startswith(f"parallel: 6 ranks cannot be divided into {groups}; start a multiple of 4 ranks")
+    (error,) = errors_of(program, *base, "parallel.context=4", world_size=6)
+    assert error.startswith("parallel: 6 ranks cannot be divided into groups of tensor 1 x context 4 x pipeline 1 = 4; start")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ SIDE_ROOMS = {"data", "rewards", "rollout_files", "tracking"}  # import settings
 
 WITHOUT_MEGATRON = [
     "config contradictions config_keys recipe batch algorithms data rewards rollout_files tracking plan launch",
-    "parallel/grids parallel/reshard parallel/balance parallel/microbatches parallel/logprobs parallel/wire parallel/exchange parallel/job",
+    "parallel/grids parallel/context parallel/reshard parallel/balance parallel/microbatches parallel/logprobs",
+    "parallel/wire parallel/exchange parallel/job",
     "models/hf_config models/weight_layout models/loss models/precision medusa/shape medusa/steps",
     "pipeline/dispatch pipeline/schedule pipeline/engine pipeline/control pipeline/generation pipeline/server pipeline/weight_sync",
     "medusa/shape medusa/files medusa/draft_length",

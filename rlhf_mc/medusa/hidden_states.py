@@ -19,7 +19,7 @@ from rlhf_mc.parallel.world import World
 
 @dataclass(frozen=True)
 class _Sample:
-    """columns: [n, H/t] of the rows of one sample, on the host.  labels: of them, on the host."""
+    """columns: [n, H/t] of the rows of one sample on this context rank, on the host.  labels: of them, on the host."""
 
     columns: Tensor
     labels: Labels
@@ -36,10 +36,10 @@ class StepSamples:
 class HiddenStates:
     """Of the samples of one iteration the rows that answer, detached, and the heads' labels, for the optimizer steps on them.
 
-    A rank of the last pipeline stage holds samples that it scored; of their rows it keeps H/t columns, so that the tensor
-    ranks share the memory. steps: for each step the samples that it may take, by number and in that order; it takes the
-    first, up to `step_tokens` rows on all ranks together. What no step can take anymore is not kept: a rank holds at most
-    `step_tokens` rows for each step, or one longer sample.
+    A rank of the last pipeline stage holds the rows that it scored of a sample, and of these it keeps H/t columns: as context ranks
+    share the rows, tensor ranks share the memory of each. steps: for each step the samples that it may take, by number and in that
+    order; it takes the first, up to `step_tokens` rows on all ranks together. What no step can take anymore is not kept: the
+    ranks of a context group hold at most `step_tokens` rows for each step, or one longer sample.
     """
 
     def __init__(self, world: World, num_heads: int, steps: Sequence[Sequence[int]], step_tokens: int | None = None) -> None:
@@ -59,14 +59,18 @@ class HiddenStates:
         numbers = torch.as_tensor(sample_numbers)
 
         def receive(rows: Tensor, packed: PackedMicrobatch) -> None:
+            self._count(numbers[packed.asked.sequence_ids])
             self._receive(rows, head_labels(packed, self.num_heads), numbers[packed.sequence_ids])
 
         return receive
 
-    def _receive(self, rows: Tensor, labels: Labels, numbers: Tensor) -> None:
-        """numbers: int64[n] on the host, whose each row is; those of one sample lie together."""
+    def _count(self, numbers: Tensor) -> None:
+        """numbers: int64[N], whose each row of a micro-batch is, on all context ranks."""
         samples, sizes = numbers.unique_consecutive(return_counts=True)
         self._num_rows.update(zip(samples.tolist(), sizes.tolist()))
+
+    def _receive(self, rows: Tensor, labels: Labels, numbers: Tensor) -> None:
+        """numbers: int64[n] on the host, whose each row of this rank is; those of one sample lie together."""
         takeable = {number for samples in self.steps for number in first_within(samples, self._num_rows, self.step_tokens)}
         self._samples = {number: sample for number, sample in self._samples.items() if number in takeable}
         kept = torch.isin(numbers, torch.tensor(sorted(takeable), dtype=numbers.dtype)).nonzero().squeeze(1)
@@ -96,7 +100,8 @@ class HiddenStates:
         table = torch.zeros(len(numbers), 1 + self.num_heads, dtype=torch.int64)
         if self.world.grid.speaks:
             for line, number in enumerate(numbers):
-                table[line, 0] = self._num_rows.get(number, 0)
+                if self.world.context.rank == 0:  # every context rank knows how many rows they have together
+                    table[line, 0] = self._num_rows.get(number, 0)
                 if number in self._samples:
                     table[line, 1:] = self._samples[number].labels.valid.sum(dim=1)
         census = dict(zip(numbers, self.world.sum_over_ranks(table)))

@@ -23,16 +23,16 @@ class Labels:
 
 
 def head_labels(packed: PackedMicrobatch, num_heads: int) -> Labels:
-    """The labels of a micro-batch's rows: of head k the token k places after the row's own target.
+    """The labels of this rank's rows of a micro-batch: of head k the token k places after the row's own target.
 
     Valid where that token is itself a target of the same sequence: no token of a prompt, and none of the next sequence.
     """
-    rows, sequences = packed.rows, packed.sequence_ids.to(packed.rows.device)
-    # The token k places after a row's target is the target of the row k places on, if there is such a row.
-    wanted = rows + torch.arange(1, num_heads + 1, device=rows.device)[:, None]
-    found = torch.searchsorted(rows, wanted).clamp(max=rows.numel() - 1)
-    valid = (rows[found] == wanted) & (sequences[found] == sequences)
-    return Labels(packed.targets[found], valid)
+    asked, mine, device = packed.asked, packed.mine, packed.rows.device
+    # The token k places after a row's target is the target of the row k places on, if there is such a row on any context rank.
+    wanted = asked.rows[mine] + torch.arange(1, num_heads + 1)[:, None]
+    found = torch.searchsorted(asked.rows, wanted).clamp(max=asked.rows.numel() - 1)
+    valid = (asked.rows[found] == wanted) & (asked.sequence_ids[found] == asked.sequence_ids[mine])
+    return Labels(asked.targets[found].to(device), valid.to(device))
 
 
 def count_labels(batch: SequenceBatch, num_heads: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""megatron-core's optimizer for one role: AdamW over fp32 main params, sharded over the data-parallel ranks where asked."""
+"""megatron-core's optimizer for one role: AdamW over fp32 main params, sharded over the ranks with the same weights where asked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def kernels_in_use(device: torch.device) -> str:
 
 
 def wrap_for_training(decoder: nn.Module, distributed_optimizer: bool) -> DistributedDataParallel:
-    """Gradient buckets in fp32, summed (not averaged) over the data-parallel ranks when they are finalised."""
+    """Gradient buckets in fp32, summed (not averaged) over the ranks with the same weights when they are finalised."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,

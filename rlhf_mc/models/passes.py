@@ -16,9 +16,10 @@ from torch import Tensor
 from rlhf_mc.batch import SequenceBatch
 from rlhf_mc.config import MicroBatch
 from rlhf_mc.models.heads import PLAIN, Sampling, TokenLogprobs
-from rlhf_mc.models.loss import Loss
+from rlhf_mc.models.loss import Loss, LossSum
 from rlhf_mc.models.optimizer import step_optimizer
 from rlhf_mc.models.role import Resident, RoleModel
+from rlhf_mc.parallel.context import Context, exchange_numbers
 from rlhf_mc.parallel.megatron_cpu import show_cpu_to_megatron
 from rlhf_mc.parallel.microbatches import plan_microbatches
 from rlhf_mc.parallel.packing import Asked, PackedBatch, PackedMicrobatch
@@ -26,19 +27,18 @@ from rlhf_mc.parallel.packing import Asked, PackedBatch, PackedMicrobatch
 HandOver = Callable[[Tensor, PackedMicrobatch], None]
 
 
-def _microbatches(
-    model: RoleModel, batch: SequenceBatch, asked: Asked, budget: MicroBatch, together: int = 1
-) -> tuple[list[PackedMicrobatch], PackedBatch]:
+def _run_schedule(
+    model: RoleModel, packed_batch: PackedBatch, budget: MicroBatch, loss: Callable, forward_only: bool, together: int = 1
+) -> list:
+    """megatron's schedule; what `loss` gave for each micro-batch, on the last stage (elsewhere an empty list).
+
+    A micro-batch is packed when its turn comes, so that what attention keeps of it is there only while it is in flight.
+    """
     world = model.world
-    packed, lengths = PackedBatch.of(batch, asked), batch.lengths.tolist()
-    costs = model.shape.sequence_cost(model.head == "language", world.grid.pipeline).of(lengths, packed.counts.tolist())
+    lengths = packed_batch.batch.lengths.tolist()
+    costs = model.shape.sequence_cost(model.head == "language", world.grid.pipeline).of(lengths, packed_batch.counts.tolist())
     plan = plan_microbatches(lengths, costs, budget, world.grid.data, together)[world.grid.data_rank]
-    multiple = world.grid.tensor
-    return [packed.pack(p, multiple, model.table, world.device) for p in plan], packed
-
-
-def _run_schedule(model: RoleModel, microbatches: list[PackedMicrobatch], loss: Callable, forward_only: bool) -> list:
-    """megatron's schedule; what `loss` gave for each micro-batch, on the last stage (elsewhere an empty list)."""
+    microbatches = (packed_batch.pack(p, world.grid.tensor, model.table, world.device, world.context) for p in plan)
 
     def forward_step(data: Iterator[PackedMicrobatch], module: torch.nn.Module):
         packed = next(data)
@@ -49,9 +49,9 @@ def _run_schedule(model: RoleModel, microbatches: list[PackedMicrobatch], loss: 
         show_cpu_to_megatron()
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(microbatches),
+        data_iterator=microbatches,
         model=[model.module],
-        num_microbatches=len(microbatches),
+        num_microbatches=len(plan),
         seq_length=1,
         micro_batch_size=1,
         forward_only=forward_only,
@@ -75,7 +75,7 @@ def score(
     asked last: [B], the value head at each sequence's last token.
     """
     model.check_present("params")
-    microbatches, packed = _microbatches(model, batch, asked, budget)
+    packed = PackedBatch.of(batch, asked)
     speaks = model.world.grid.speaks
     result = torch.zeros(packed.num_answers, dtype=torch.float32)
 
@@ -90,8 +90,21 @@ def score(
         return hidden.new_zeros(()), {}
 
     with torch.no_grad():
-        _run_schedule(model, microbatches, collect, forward_only=True)
+        _run_schedule(model, packed, budget, collect, forward_only=True)
     return model.world.sum_over_ranks(result)
+
+
+def _compared(loss: Loss, answers: TokenLogprobs | Tensor, microbatch: PackedMicrobatch, context: Context) -> LossSum:
+    """Collective over the context group. `loss` of the answers of all its ranks; the sums are counted on the first of them only."""
+
+    def of_all_ranks(numbers: Tensor) -> Tensor:
+        return exchange_numbers(numbers, microbatch.mine.to(numbers.device), microbatch.asked.rows.numel(), context)
+
+    if isinstance(answers, TokenLogprobs):
+        part = loss.of(TokenLogprobs(of_all_ranks(answers.logprobs), of_all_ranks(answers.entropy)), microbatch)
+    else:
+        part = loss.of(of_all_ranks(answers), microbatch)
+    return part if context.rank == 0 else LossSum(part.loss, {name: torch.zeros_like(total) for name, total in part.sums.items()})
 
 
 def accumulate_gradients(
@@ -106,18 +119,19 @@ def accumulate_gradients(
 ) -> dict[str, float]:
     """Collective over all ranks. Forward and backward of `batch`; gradients are added to what the buckets hold, not yet summed over ranks.
 
-    `loss` sees each micro-batch's answers; a fill is weighed 0 here. `together` neighbouring sequences (the two of a pair)
-    always share a micro-batch. `beside` is a second loss, of the rows [n, H] that the language head reads; its gradient
-    reaches the model too. Returns the sums of both over all micro-batches of all ranks.
+    `loss` sees each micro-batch's answers, of each context rank by themselves; a fill is weighed 0 here. `together` neighbouring
+    sequences (the two of a pair) always share a micro-batch, and `loss` may compare them: it then sees the answers of all
+    context ranks. `beside` is a second loss, of the rows [n, H] that the language head reads; its gradient reaches the
+    model too. Returns the sums of both over all micro-batches of all ranks.
     """
     model.check_present("params", "gradients")
-    microbatches, _ = _microbatches(model, batch, asked, budget, together)
     names = loss.names + (() if beside is None else beside.names)
     totals = torch.zeros(len(names), dtype=torch.float64)
 
     def weighed_loss(hidden: Tensor, microbatch: PackedMicrobatch):
         head_input = model.head_input(hidden, microbatch)
-        part = loss.of(model.answers(head_input, microbatch, sampling), microbatch)
+        answers = model.answers(head_input, microbatch, sampling)
+        part = loss.of(answers, microbatch) if together == 1 else _compared(loss, answers, microbatch, model.world.context)
         if beside is not None:
             part = part.plus(beside.of(head_input, microbatch))
         counts = model.world.grid.speaks and not microbatch.fill
@@ -129,7 +143,7 @@ def accumulate_gradients(
     config.finalize_model_grads_func = None
     config.grad_scale_func = model.optimizer.scale_loss
     model.accumulating = True
-    _run_schedule(model, microbatches, weighed_loss, forward_only=False)
+    _run_schedule(model, PackedBatch.of(batch, asked), budget, weighed_loss, forward_only=False, together=together)
     return dict(zip(names, model.world.sum_over_ranks(totals).tolist()))
 
 

@@ -53,6 +53,7 @@ def transformer_config(shape: ModelShape, grid: TrainingGrid, dtype: torch.dtype
         attention_dropout=0.0,
         tensor_model_parallel_size=grid.tensor,
         pipeline_model_parallel_size=grid.pipeline,
+        context_parallel_size=grid.context,
         sequence_parallel=grid.tensor > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,

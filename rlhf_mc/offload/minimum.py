@@ -7,7 +7,7 @@ The rules, for a device that holds what the present visit claims, and a host cop
 - what leaves goes to the host only if an update changed it since its last copy; a frozen role never does.
 Loading less would need a device that keeps a role that nobody claims; storing less would lose an update.
 
-N params a rank, 16 bit, d data-parallel ranks: an iteration loads 4 x 2N of params and 2 x 12N/d of main params and moments,
+N params a rank, 16 bit, d ranks with the same weights: an iteration loads 4 x 2N of params and 2 x 12N/d of main params and moments,
 and stores 2 x 12N/d and 2 x 2N. With params shared out over the host copies of k ranks of a node, 2N becomes 2N/k.
 M params of draft heads add 12M/d to what is loaded and 12M/d + 2M to what is stored; frozen heads, a load of 2M.
 """

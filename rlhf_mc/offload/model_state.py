@@ -35,13 +35,13 @@ class ModelState:
 
         What megatron allocated tensor by tensor (params of a frozen role or under the plain optimizer, main params, moments)
         moves into arenas that the same tensor objects view from then on. Every storage of PARAMS can be cut evenly over
-        the data-parallel ranks.
+        the ranks that hold the same shard.
         """
         buffers = adopt(_param_buffers(model))
         held = {arena.key for arena in buffers}
         every_weight = tuple(model.weights())
         weights = _owners(t for t in every_weight if storage_key(t) not in held)
-        multiple = model.world.grid.data
+        multiple = model.world.grid.copies
         params = buffers + pack([t for t in weights if _has_main_param(t)], chunk_bytes, multiple=multiple)
         derived = {storage_key(t) for t in every_weight if _has_main_param(t)}
         params += pack([t for t in weights if not _has_main_param(t)], chunk_bytes, multiple=multiple)
@@ -80,14 +80,14 @@ class ModelState:
         return RoleBytes({part: self.num_bytes(part) for part in TRAINING}, derived)
 
     def rebuild_params(self) -> None:
-        """Collective over the data-parallel group (with the distributed optimizer). Sets the derived params from the main params.
+        """Collective over the copies of the shard (with the distributed optimizer). Sets the derived params from the main params.
 
         The bits are those that the last update left: that is how it made them, and loading weights sets both.
         """
         with torch.no_grad():
             for optimizer in megatron_parts(self.model.optimizer):
                 optimizer._copy_main_params_to_model_params()
-            if self.model.ddp.ddp_config.use_distributed_optimizer and self.model.world.grid.data > 1:
+            if self.model.ddp.ddp_config.use_distributed_optimizer and self.model.world.grid.copies > 1:
                 self.model.ddp.start_param_sync(force_sync=True)
 
     def drop_gradients(self) -> None:

@@ -99,7 +99,7 @@ class Residency:
         following: the next visit, where the caller knows better than the schedule.
         beside: what the device must hold too, a Visit(role, parts) of another role; its `updates` is not read.
 
-        Collective over the data-parallel group: params are put together there where they are shared, or made from main params.
+        Collective over the copies of each shard: params are put together there where they are shared, or made from main params.
         Raises ResidencyError for a request that cannot be met, before anything moves; and at the end, if memory is not
         where it should be.
         """

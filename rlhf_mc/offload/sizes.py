@@ -23,13 +23,13 @@ _BUCKET_MULTIPLE = 128
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's place in the training grid."""
+    """One rank's place in the training grid. copies: of its shard, over data-parallel and context ranks."""
 
     tensor: int = 1
     pipeline: int = 1
     stage: int = 0
-    data: int = 1
-    data_rank: int = 0
+    copies: int = 1
+    copy_rank: int = 0
 
     @property
     def is_last_stage(self) -> bool:
@@ -120,8 +120,8 @@ class _Buffer:
 
 
 def _distributed_buffer(params: Iterable[Param], place: Place) -> _Buffer:
-    """Params from the last to the first, each at a multiple of ALIGNMENT; each bucket cut evenly over the data-parallel ranks."""
-    multiple = math.lcm(place.data, _BUCKET_MULTIPLE)
+    """Params from the last to the first, each at a multiple of ALIGNMENT; each bucket cut evenly over the copies of the shard."""
+    multiple = math.lcm(place.copies, _BUCKET_MULTIPLE)
     buckets: list[list[tuple[int, int]]] = [[]]
     start = bucket_start = 0
     bounds: list[tuple[int, int]] = []
@@ -145,8 +145,8 @@ def _distributed_buffer(params: Iterable[Param], place: Place) -> _Buffer:
         close()
     stepped = []
     for (low, high), spans in zip(bounds, buckets):
-        share = (high - low) // place.data
-        mine = low + place.data_rank * share, low + (place.data_rank + 1) * share
+        share = (high - low) // place.copies
+        mine = low + place.copy_rank * share, low + (place.copy_rank + 1) * share
         stepped += [n for a, b in spans if (n := min(b, mine[1]) - max(a, mine[0])) > 0]
     return _Buffer(bounds[-1][1], tuple(stepped))
 
@@ -191,4 +191,4 @@ def _bytes_of(params: Sequence[Param], table: list[int], kind: RoleKind | HeadsK
 
 
 def _packed(numels: list[int], element_bytes: int, place: Place) -> int:
-    return packed_bytes(numels, element_bytes, multiple=place.data)
+    return packed_bytes(numels, element_bytes, multiple=place.copies)

@@ -2,7 +2,13 @@
 
 Sequences lie one after another in the token dimension ("thd"). Rotary positions restart with each sequence, and no
 sequence sees another. Inside the kernel only, sequences of similar length are padded on the right to a common length;
-causal masking keeps padding out of every real row, and each sequence is its own batch row, so a NaN stays where it is.
+no real query looks at padding, and each sequence is its own batch row, so a NaN stays where it is.
+
+Under context parallel a rank has the queries of two chunks of each sequence (parallel/context.py), and keys and values of the
+same tokens. One all-gather a layer brings it the keys and values of the whole micro-batch, [T, kv_heads, d] each, whose
+gradients one reduce-scatter takes back: each rank adds what its queries say. A chunk then attends to the keys from the
+start of its sequence to the chunk's own end and to no later ones, so that work which the causal mask would throw away is
+done within the chunk at most.
 """
 
 from __future__ import annotations
@@ -13,10 +19,12 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from rlhf_mc.batch import offsets_of, ragged_arange
+from rlhf_mc.parallel.context import ALONE, Context, ContextCut
 
 # Sequences share a kernel call if the shortest is at least this share of the longest: it bounds the padded work.
 _MIN_LENGTH_RATIO = 0.75
@@ -25,36 +33,86 @@ _LONGEST_IN_FP32 = 256
 
 
 @dataclass(frozen=True)
-class KernelGroup:
-    """Sequences that go through one attention call.
+class PaddedRows:
+    """Tokens of several rows, padded on the right to the longest row.
 
-    tokens: int64[n], their tokens in the packed order.  places: int64[n], where these lie in the padded [rows * longest].
-    padded: int64[rows * longest], the packed token at each place; T, one past the last, at places of padding.
+    tokens: int64[n], which tokens.  places: int64[n], where these lie in the padded [rows * longest].
+    padded: int64[rows * longest], the token at each place; one past the last token at places of padding.
     """
 
     tokens: Tensor
     places: Tensor
     padded: Tensor
-    rows: int
     longest: int
 
-    def to(self, device: torch.device) -> KernelGroup:
+    @staticmethod
+    def of(firsts: Tensor, counts: Tensor, order: Tensor) -> PaddedRows:
+        """Row i has the tokens order[firsts[i] : firsts[i] + counts[i]]."""
+        rows, longest, within = counts.numel(), int(counts.max()), ragged_arange(counts)
+        tokens = order[firsts.repeat_interleave(counts) + within]
+        places = torch.arange(rows).repeat_interleave(counts) * longest + within
+        padded = torch.full((rows * longest,), order.numel())
+        padded[places] = tokens
+        return PaddedRows(tokens, places, padded, longest)
+
+    def to(self, device: torch.device) -> PaddedRows:
         """The same on `device`."""
         return replace(self, tokens=self.tokens.to(device), places=self.places.to(device), padded=self.padded.to(device))
 
 
+@dataclass(frozen=True)
+class KernelGroup:
+    """Chunks of different sequences that go through one attention call, each a row of its batch.
+
+    queries: the chunks, of this rank's tokens.  keys: the sequences up to the chunks' ends, of all gathered tokens.
+    positions: int64[rows, longest query], of each query in its sequence, at padding that of the last real one; None where
+    every chunk starts its sequence, so that queries and keys have the same places and the mask is plain causal.
+    biases: what `bias` has made.
+    """
+
+    rows: int
+    queries: PaddedRows
+    keys: PaddedRows
+    positions: Tensor | None
+    biases: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> KernelGroup:
+        """The same on `device`."""
+        positions = None if self.positions is None else self.positions.to(device)
+        return replace(self, queries=self.queries.to(device), keys=self.keys.to(device), positions=positions, biases={})
+
+    def is_plain_causal(self, window: int | None) -> bool:
+        """Whether the kernel's own causal mask is right: each query sees all keys up to its place."""
+        return self.positions is None and (window is None or self.keys.longest <= window)
+
+    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[rows or 1, 1, longest query, longest key], 0 where a query may look, else -inf; one tensor for all layers.
+
+        Every query may look at one key at least, padding included: a softmax over nothing would be NaN.
+        """
+        if (window, dtype) not in self.biases:
+            device = self.keys.padded.device
+            keys = torch.arange(self.keys.longest, device=device)
+            last = (keys[None] if self.positions is None else self.positions)[:, None, :, None]
+            visible = (keys <= last) if window is None else (keys <= last) & (keys > last - window)
+            self.biases[window, dtype] = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
+        return self.biases[window, dtype]
+
+
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """megatron's packed-sequence record, with what our attention needs, computed once for all layers.
+    """megatron's packed-sequence record, with what our attention needs, computed once for all layers. T: tokens of this rank.
 
     cos, sin: float32[T, head_dim], rotary tables at each token's position in its own sequence.
     groups: the kernel calls.  order: int64[T] or None, takes the groups' concatenated outputs back to packed order.
+    context: the ranks that share the sequences.
     """
 
     cos: Tensor = field(default=None)
     sin: Tensor = field(default=None)
     groups: tuple[KernelGroup, ...] = ()
     order: Tensor | None = None
+    context: Context = ALONE
 
 
 def group_by_length(lengths: list[int]) -> list[list[int]]:
@@ -68,27 +126,35 @@ def group_by_length(lengths: list[int]) -> list[list[int]]:
     return groups
 
 
-def _kernel_group(members: list[int], lengths: Tensor, offsets: Tensor) -> KernelGroup:
-    index = torch.tensor(members)
-    chosen = lengths[index]
-    within = ragged_arange(chosen)
-    longest = int(chosen.max())
-    tokens = offsets[index].repeat_interleave(chosen) + within
-    places = torch.arange(len(members)).repeat_interleave(chosen) * longest + within
-    padded = torch.full((len(members) * longest,), int(offsets[-1]))
-    padded[places] = tokens
-    return KernelGroup(tokens, places, padded, len(members), longest)
+def _kernel_groups(cut: ContextCut, rank: int) -> list[KernelGroup]:
+    """The calls for a rank's chunks. The two chunks of a sequence are never in the same one: a key lies once in a group."""
+    starts, sizes = cut.starts[rank], cut.sizes[rank]
+    firsts = offsets_of(sizes.flatten())[:-1].view_as(sizes)
+    here, home, offsets = torch.arange(cut.held.size(1)), cut.home, offsets_of(cut.lengths)[:-1]
+    groups = []
+    for half in range(2):
+        present = sizes[:, half].nonzero().squeeze(1)
+        for members in group_by_length((starts + sizes)[present, half].tolist()):
+            index = present[members]
+            start, size = starts[index, half], sizes[index, half]
+            queries = PaddedRows.of(firsts[index, half], size, here)
+            if not start.any():
+                groups.append(KernelGroup(index.numel(), queries, PaddedRows.of(offsets[index], size, home), None))
+                continue
+            positions = start[:, None] + torch.minimum(torch.arange(queries.longest)[None], size[:, None] - 1)
+            groups.append(KernelGroup(index.numel(), queries, PaddedRows.of(offsets[index], start + size, home), positions))
+    return groups
 
 
-def pack_sequences(lengths: Tensor, cos: Tensor, sin: Tensor, device: torch.device) -> PackedSequences:
-    """The record for sequences of these lengths (int64[B], host). cos, sin: tables [positions, head_dim] on `device`."""
-    offsets = offsets_of(lengths)
-    groups = [_kernel_group(members, lengths, offsets) for members in group_by_length(lengths.tolist())]
-    source = torch.cat([g.tokens for g in groups])
+def pack_sequences(cut: ContextCut, cos: Tensor, sin: Tensor, device: torch.device, context: Context = ALONE) -> PackedSequences:
+    """The record for what this rank holds of the sequences. cos, sin: tables [positions, head_dim] on `device`."""
+    groups = _kernel_groups(cut, context.rank)
+    source = torch.cat([group.queries.tokens for group in groups])
     in_order = bool((source == torch.arange(source.numel())).all())
-    positions = ragged_arange(lengths).to(device)
-    cu_seqlens = offsets.to(device=device, dtype=torch.int32)
-    longest = int(lengths.max())
+    positions = cut.positions(context.rank).to(device)
+    held_lengths = cut.sizes[context.rank].sum(dim=1)
+    cu_seqlens = offsets_of(held_lengths).to(device=device, dtype=torch.int32)
+    longest = int(held_lengths.max())
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
@@ -99,37 +165,37 @@ def pack_sequences(lengths: Tensor, cos: Tensor, sin: Tensor, device: torch.devi
         sin=sin[positions],
         groups=tuple(group.to(device) for group in groups),
         order=None if in_order else source.argsort().to(device),
+        context=context,
     )
 
 
 class _Pad(torch.autograd.Function):
-    """The group's tokens at their padded places, zeros elsewhere. A token lies at one place, so the backward only selects."""
+    """The tokens of x [N, ...] at their padded places, zeros elsewhere. A token lies at one place, so the backward only selects."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: KernelGroup) -> Tensor:
-        ctx.group, ctx.size = group, x.size(0)
-        return torch.cat((x, x.new_zeros(1, *x.shape[1:]))).index_select(0, group.padded)
+    def forward(ctx, x: Tensor, rows: PaddedRows) -> Tensor:
+        ctx.rows, ctx.size = rows, x.size(0)
+        return torch.cat((x, x.new_zeros(1, *x.shape[1:]))).index_select(0, rows.padded)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         back = grad.new_zeros(ctx.size, *grad.shape[1:])
-        back[ctx.group.tokens] = grad.index_select(0, ctx.group.places)
+        back[ctx.rows.tokens] = grad.index_select(0, ctx.rows.places)
         return back, None
 
 
 class _Unpad(torch.autograd.Function):
-    """The padded places' tokens, in the group's order; the backward pads."""
+    """The padded places' tokens, row after row; the backward pads."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: KernelGroup) -> Tensor:
-        ctx.group = group
-        return x.index_select(0, group.places)
+    def forward(ctx, x: Tensor, rows: PaddedRows) -> Tensor:
+        ctx.rows = rows
+        return x.index_select(0, rows.places)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        group = ctx.group
-        back = grad.new_zeros(group.padded.numel(), *grad.shape[1:])
-        back[group.places] = grad
+        back = grad.new_zeros(ctx.rows.padded.numel(), *grad.shape[1:])
+        back[ctx.rows.places] = grad
         return back, None
 
 
@@ -161,25 +227,26 @@ class _Rotary(torch.autograd.Function):
         return _turn(grad, *ctx.saved_tensors, -1.0), None, None
 
 
-def _causal_mask(longest: int, window: int | None, device: torch.device) -> Tensor | None:
-    """bool[L, L], true where a query may look, for a sliding window shorter than L; None for plain causal."""
-    if window is None or longest <= window:
-        return None
-    distance = torch.arange(longest, device=device)[:, None] - torch.arange(longest, device=device)[None, :]
-    return (distance >= 0) & (distance < window)
-
-
 def _kernel_dtype(query: Tensor, longest: int) -> torch.dtype:
     """fp32 for short bf16 sequences on CPU, where torch's bf16 backward costs about 60 ms a call before any work; else query's own."""
     short_on_cpu = query.device.type == "cpu" and query.dtype == torch.bfloat16 and longest <= _LONGEST_IN_FP32
     return torch.float32 if short_on_cpu else query.dtype
 
 
+def _masked_kernel_wants_all_heads(device: torch.device) -> bool:
+    """Of torch's fused CUDA kernels, flash takes no mask and the memory-efficient one no grouped heads (torch 2.13's sdp_utils.cpp).
+
+    With both, torch would fall back to a kernel that holds all scores in memory. The CPU's flash kernel takes both.
+    """
+    return device.type == "cuda"
+
+
 class PackedAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v within each sequence, causal, with rotary positions and grouped queries.
 
-    Takes megatron's packed layout: query [T, heads, d], key and value [T, kv_heads, d], heads of this tensor rank;
-    gives [T, heads * d]. Needs PackedSequences as packed_seq_params.
+    Takes megatron's packed layout: query [T, heads, d], key and value [T, kv_heads, d], heads of this tensor rank and
+    tokens of this context rank; gives [T, heads * d]. Needs PackedSequences as packed_seq_params.
+    Collective over the context group, forward and backward.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, window: int | None = None, **megatron_arguments) -> None:
@@ -193,17 +260,28 @@ class PackedAttention(nn.Module):
         packed = packed_seq_params
         cos, sin = packed.cos[:, None].to(query.dtype), packed.sin[:, None].to(query.dtype)
         query, key = _Rotary.apply(query, cos, sin), _Rotary.apply(key, cos, sin)
+        if packed.context.size > 1:
+            # megatron's function, by its name for another group of ranks: all-gather, and in the backward reduce-scatter.
+            both = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=packed.context.group)
+            key, value = both.unbind(dim=1)
         outputs = [self._attend(query, key, value, group) for group in packed.groups]
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         out = out if packed.order is None else out.index_select(0, packed.order)
         return out.reshape(out.size(0), -1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, group: KernelGroup) -> Tensor:
-        """One kernel call; the group's tokens in the group's order, [n, heads, d]."""
-        shape = (group.rows, group.longest)
-        dtype = _kernel_dtype(query, group.longest)
-        q, k, v = (_Pad.apply(x, group).view(*shape, *x.shape[1:]).transpose(1, 2).to(dtype) for x in (query, key, value))
-        mask = _causal_mask(group.longest, self.window, query.device)
+        """One kernel call; the group's queries, row after row, [n, heads, d]."""
+        dtype = _kernel_dtype(query, group.keys.longest)
+
+        def padded(x: Tensor, rows: PaddedRows) -> Tensor:
+            return _Pad.apply(x, rows).view(group.rows, rows.longest, *x.shape[1:]).transpose(1, 2).to(dtype)
+
+        q, k, v = padded(query, group.queries), padded(key, group.keys), padded(value, group.keys)
+        causal = group.is_plain_causal(self.window)
+        bias = None if causal else group.bias(self.window, dtype)
         grouped = query.size(1) != key.size(1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped)
-        return _Unpad.apply(out.transpose(1, 2).reshape(-1, *query.shape[1:]), group).to(query.dtype)
+        if grouped and bias is not None and _masked_kernel_wants_all_heads(query.device):
+            k, v = (x.repeat_interleave(query.size(1) // key.size(1), dim=1) for x in (k, v))
+            grouped = False
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=self.scale, enable_gqa=grouped)
+        return _Unpad.apply(out.transpose(1, 2).reshape(-1, *query.shape[1:]), group.queries).to(query.dtype)

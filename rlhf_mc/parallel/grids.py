@@ -5,6 +5,7 @@ Pure arithmetic on ranks. Process groups are not here; they are made from these 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rlhf_mc.config import ConfigError
@@ -12,8 +13,9 @@ from rlhf_mc.config import ConfigError
 
 @dataclass(frozen=True)
 class TrainingGrid:
-    """The trainer's view of the ranks: megatron-core's order, tensor fastest, then data, then pipeline.
+    """The trainer's view of the ranks: megatron-core's order, tensor fastest, then context, then data, then pipeline.
 
+    Ranks that differ in their context or data rank only hold the same shard: they are copies of each other.
     Raises ConfigError where the ranks cannot be divided.
     """
 
@@ -21,19 +23,26 @@ class TrainingGrid:
     rank: int
     tensor: int
     pipeline: int
+    context: int = 1
 
     def __post_init__(self) -> None:
-        if self.tensor < 1 or self.pipeline < 1 or self.world_size % (self.tensor * self.pipeline):
+        sizes = self.tensor, self.context, self.pipeline
+        if min(sizes) < 1 or self.world_size % math.prod(sizes):
             raise ConfigError(
-                f"parallel: {self.world_size} ranks cannot be divided into tensor {self.tensor} x pipeline {self.pipeline}; "
-                "start a multiple of their product, or lower parallel.tensor or parallel.pipeline"
+                f"parallel: {self.world_size} ranks cannot be divided into tensor {self.tensor} x context {self.context} x pipeline "
+                f"{self.pipeline}; start a multiple of their product, or lower parallel.tensor, parallel.context or parallel.pipeline"
             )
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not one of {self.world_size} ranks")
 
     @property
     def data(self) -> int:
-        """Number of data-parallel copies of the model."""
+        """Number of ranks, or groups of ranks that share sequences, that train on different sequences."""
+        return self.copies // self.context
+
+    @property
+    def copies(self) -> int:
+        """Number of copies of the model: gradients are summed, and the optimizer is sharded, over so many ranks."""
         return self.world_size // (self.tensor * self.pipeline)
 
     @property
@@ -43,13 +52,23 @@ class TrainingGrid:
 
     @property
     def data_rank(self) -> int:
+        """Index of this rank's share of the sequences."""
+        return self.copy_rank // self.context
+
+    @property
+    def context_rank(self) -> int:
+        """Index of this rank's part of each sequence."""
+        return self.copy_rank % self.context
+
+    @property
+    def copy_rank(self) -> int:
         """Index of this rank's copy of the model."""
-        return self.rank // self.tensor % self.data
+        return self.rank // self.tensor % self.copies
 
     @property
     def stage(self) -> int:
         """Pipeline stage of this rank."""
-        return self.rank // (self.tensor * self.data)
+        return self.rank // (self.tensor * self.copies)
 
     @property
     def is_first_stage(self) -> bool:
@@ -63,16 +82,16 @@ class TrainingGrid:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank's numbers count when those of all ranks are added: one rank for each data-parallel copy."""
+        """Whether this rank's numbers count when those of all ranks are added: one rank for each copy of the model."""
         return self.is_last_stage and self.tensor_rank == 0
 
-    def rank_at(self, tensor_rank: int, data_rank: int, stage: int) -> int:
+    def rank_at(self, tensor_rank: int, copy_rank: int, stage: int) -> int:
         """The rank in that place of the grid."""
-        return (stage * self.data + data_rank) * self.tensor + tensor_rank
+        return (stage * self.copies + copy_rank) * self.tensor + tensor_rank
 
     def model_ranks(self) -> list[int]:
         """The ranks that together hold this rank's copy of the model, by stage, then tensor rank."""
-        return [self.rank_at(t, self.data_rank, stage) for stage in range(self.pipeline) for t in range(self.tensor)]
+        return [self.rank_at(t, self.copy_rank, stage) for stage in range(self.pipeline) for t in range(self.tensor)]
 
 
 @dataclass(frozen=True)
@@ -121,12 +140,12 @@ class RolloutGrid:
     @property
     def num_replicas(self) -> int:
         """Engines that generate side by side, each holding the whole policy."""
-        return self.training.data * self.replicas_per_model
+        return self.training.copies * self.replicas_per_model
 
     @property
     def replica(self) -> int:
         """Index of the replica that this rank belongs to."""
-        return self.training.data_rank * self.replicas_per_model + self._order % self.replicas_per_model
+        return self.training.copy_rank * self.replicas_per_model + self._order % self.replicas_per_model
 
     @property
     def tensor_rank(self) -> int:
@@ -141,9 +160,9 @@ class RolloutGrid:
         """The ranks of one replica, in the order of their shards."""
         if not 0 <= replica < self.num_replicas:
             raise ValueError(f"replica {replica} is not one of {self.num_replicas} replicas")
-        data_rank, seat = divmod(replica, self.replicas_per_model)
+        copy_rank, seat = divmod(replica, self.replicas_per_model)
         places = (divmod(shard * self.replicas_per_model + seat, self.training.pipeline) for shard in range(self.tensor))
-        return [self.training.rank_at(tensor_rank, data_rank, stage) for tensor_rank, stage in places]
+        return [self.training.rank_at(tensor_rank, copy_rank, stage) for tensor_rank, stage in places]
 
     def shards_of_model(self) -> list[int]:
         """For each rank of a copy of the trained model, in the order of `TrainingGrid.model_ranks`, its shard in its replica."""

@@ -1,4 +1,4 @@
-"""From a batch and a planned micro-batch to what a model takes: packed tokens, positions, and the rows that are asked for."""
+"""From a batch and a planned micro-batch to what a rank takes: packed tokens, positions, and the rows that are asked for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlhf_mc.batch import SequenceBatch, gather_segments, offsets_of, ragged_arange
 from rlhf_mc.parallel.attention import PackedSequences, pack_sequences
+from rlhf_mc.parallel.context import ALONE, Context, cut_sequences
 from rlhf_mc.parallel.microbatches import PlannedMicrobatch
 
 Asked = Literal["predicted", "last"]
@@ -24,16 +25,32 @@ class RotaryTable:
 
 
 @dataclass(frozen=True)
-class PackedMicrobatch:
-    """One micro-batch on the device. n numbers are asked of the model, one at each of `rows`.
+class AskedRows:
+    """What a micro-batch asks for on all context ranks together, N numbers; on the host.
 
-    tokens: int64[T'], packed, padded at the end to a multiple of the tensor-parallel size by a sequence of its own.
+    rows: int64[N], ascending, where among the packed tokens of all of these ranks.  The others: int64[N], as in PackedMicrobatch.
+    """
+
+    rows: Tensor
+    targets: Tensor
+    answer_numbers: Tensor
+    slots: Tensor
+    sequence_ids: Tensor
+
+
+@dataclass(frozen=True)
+class PackedMicrobatch:
+    """What this rank has of one micro-batch, on the device. n numbers are asked of its model, one at each of `rows`.
+
+    tokens: int64[T'], packed. The micro-batch was padded at the end, by a sequence of its own, to a multiple of the ranks that
+    share its tokens, and then cut over its context ranks.
     sequences: for the attention.
     rows: int64[n], where the hidden states lie that answer: before each predicted token, or at each last token.
     targets: int64[n], the predicted tokens (for "last": the last tokens themselves, unused).
     answer_numbers: int64[n], 0 for the first answer of each sequence, 1 for its second, and so on.
     slots: int64[n] on the host, where the answers go in the whole batch: in the order of its predicted tokens, or of its sequences.
     sequence_ids: int64[n] on the host, which sequence of the batch each answer belongs to.
+    asked: what all context ranks are asked, N numbers.  mine: int64[n] on the host, ascending, which of these are this rank's n.
     fill: the micro-batch repeats another's sequence and must weigh nothing.
     """
 
@@ -44,6 +61,8 @@ class PackedMicrobatch:
     answer_numbers: Tensor
     slots: Tensor
     sequence_ids: Tensor
+    asked: AskedRows
+    mine: Tensor
     fill: bool
 
 
@@ -69,31 +88,46 @@ class PackedBatch:
         """How many numbers the whole batch asks for."""
         return int(self.slot_offsets[-1])
 
-    def pack(self, planned: PlannedMicrobatch, multiple: int, table: RotaryTable, device: torch.device) -> PackedMicrobatch:
-        """The micro-batch on `device`, its length a multiple of `multiple`."""
-        batch, index = self.batch, torch.tensor(planned.sequences)
-        lengths = batch.lengths[index]
-        tokens = gather_segments(batch.tokens, batch.lengths, index)
-        if self.asked == "predicted":
-            wanted = gather_segments(batch.loss_mask, batch.lengths, index).nonzero().squeeze(1)
-            rows = wanted - 1
-        else:
-            rows = wanted = lengths.cumsum(0) - 1
-        targets = tokens[wanted]
-        counts = self.counts[index]
-        answer_numbers = ragged_arange(counts)
-        slots = self.slot_offsets[:-1][index].repeat_interleave(counts) + answer_numbers
-        padding = -tokens.numel() % multiple
+    def pack(
+        self, planned: PlannedMicrobatch, multiple: int, table: RotaryTable, device: torch.device, context: Context = ALONE
+    ) -> PackedMicrobatch:
+        """A rank's part of the micro-batch on `device`, on every context rank equally long, a multiple of `multiple`."""
+        index = torch.tensor(planned.sequences)
+        lengths = self.batch.lengths[index]
+        tokens = gather_segments(self.batch.tokens, self.batch.lengths, index)
+        asked = self._asked_of(index, tokens)
+        padding = -tokens.numel() % (multiple * context.size)
         if padding:
             tokens = torch.cat([tokens, tokens.new_zeros(padding)])
             lengths = torch.cat([lengths, lengths.new_tensor([padding])])
+        cut = cut_sequences(lengths, context.size)
+        mine, rows = cut.on_rank(asked.rows, context.rank)
         return PackedMicrobatch(
-            tokens=tokens.to(device),
-            sequences=pack_sequences(lengths, table.cos, table.sin, device),
+            tokens=tokens[cut.held[context.rank]].to(device),
+            sequences=pack_sequences(cut, table.cos, table.sin, device, context),
             rows=rows.to(device),
-            targets=targets.to(device),
-            answer_numbers=answer_numbers.to(device),
-            slots=slots,
-            sequence_ids=index.repeat_interleave(counts),
+            targets=asked.targets[mine].to(device),
+            answer_numbers=asked.answer_numbers[mine].to(device),
+            slots=asked.slots[mine],
+            sequence_ids=asked.sequence_ids[mine],
+            asked=asked,
+            mine=mine,
             fill=planned.fill,
+        )
+
+    def _asked_of(self, index: Tensor, tokens: Tensor) -> AskedRows:
+        """What is asked of the sequences `index`, whose tokens these are."""
+        if self.asked == "predicted":
+            wanted = gather_segments(self.batch.loss_mask, self.batch.lengths, index).nonzero().squeeze(1)
+            rows = wanted - 1
+        else:
+            rows = wanted = self.batch.lengths[index].cumsum(0) - 1
+        counts = self.counts[index]
+        answer_numbers = ragged_arange(counts)
+        return AskedRows(
+            rows=rows,
+            targets=tokens[wanted],
+            answer_numbers=answer_numbers,
+            slots=self.slot_offsets[:-1][index].repeat_interleave(counts) + answer_numbers,
+            sequence_ids=index.repeat_interleave(counts),
         )

@@ -13,6 +13,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
 from rlhf_mc.config import Settings
+from rlhf_mc.parallel.context import Context
 from rlhf_mc.parallel.grids import TrainingGrid
 from rlhf_mc.parallel.job import Bridge, Job, choose_device, start_distributed
 from rlhf_mc.parallel.megatron_cpu import show_cpu_to_megatron
@@ -22,8 +23,9 @@ from rlhf_mc.parallel.megatron_cpu import show_cpu_to_megatron
 class World:
     """This rank's place: its device, the training grid, and the groups that collectives take.
 
-    everyone: all ranks, for tensors on the host (gloo).  tensor_group, model_group, data_group: for tensors on the device;
-    model_group is the ranks that hold one copy of the model.
+    everyone: all ranks, for tensors on the host (gloo).  tensor_group, model_group, copies_group: for tensors on the device;
+    model_group is the ranks that hold one copy of the model, copies_group those that hold this rank's shard in each copy.
+    context: the ranks that share this rank's sequences.
     """
 
     rank: int
@@ -33,7 +35,8 @@ class World:
     everyone: dist.ProcessGroup
     tensor_group: dist.ProcessGroup
     model_group: dist.ProcessGroup
-    data_group: dist.ProcessGroup
+    copies_group: dist.ProcessGroup
+    context: Context
 
     @property
     def on_cpu(self) -> bool:
@@ -67,7 +70,8 @@ def join_world(settings: Settings) -> World:
 def join_job(settings: Settings, job: Job) -> tuple[World, Bridge | None]:
     """Collective over all ranks of the job, of which this is one that trains. The world of those that train, and the bridge if any."""
     device = choose_device(settings.trainer.device, job.local_rank)
-    grid = TrainingGrid(job.num_trainers, job.rank, settings.parallel.tensor, settings.parallel.pipeline)
+    parallel = settings.parallel
+    grid = TrainingGrid(job.num_trainers, job.rank, parallel.tensor, parallel.pipeline, parallel.context)
     bridge = start_distributed(job, device)
     return build_world(grid, device, settings.trainer.seed), bridge
 
@@ -77,7 +81,10 @@ def build_world(grid: TrainingGrid, device: torch.device, seed: int) -> World:
     if device.type == "cpu":
         show_cpu_to_megatron()
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=grid.tensor, pipeline_model_parallel_size=grid.pipeline, create_gloo_process_groups=False
+        tensor_model_parallel_size=grid.tensor,
+        pipeline_model_parallel_size=grid.pipeline,
+        context_parallel_size=grid.context,
+        create_gloo_process_groups=False,
     )
     seed_everything(seed)
     return World(
@@ -88,7 +95,8 @@ def build_world(grid: TrainingGrid, device: torch.device, seed: int) -> World:
         everyone=dist.group.WORLD,
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         model_group=parallel_state.get_model_parallel_group(),
-        data_group=parallel_state.get_data_parallel_group(),
+        copies_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        context=Context(grid.context, grid.context_rank, parallel_state.get_context_parallel_group()),
     )
 
 

@@ -50,7 +50,7 @@ def plan_sync_apart(
 ) -> ReshardPlan:
     """How the trainer's shards become those of engines on ranks of their own, which are the job's ranks after the trainer's.
 
-    All data-parallel copies of a shard take part in sending it. The same on every rank; no collective.
+    All copies of a shard take part in sending it. The same on every rank; no collective.
     """
     shards = [shard for replica in range(engines.num_replicas) for shard in range(len(engines.ranks_of(replica)))]
     return plan_reshard(

@@ -27,7 +27,8 @@ def serve(settings: Settings, job: Job) -> None:
     device = choose_device(trainer.device, job.local_rank)
     bridge = start_distributed(job, device)
     grid = RolloutGrid.apart(job.num_engines, job.rank - job.num_trainers, rollout.tensor_parallel)
-    training = TrainingGrid(job.num_trainers, 0, settings.parallel.tensor, settings.parallel.pipeline)
+    parallel = settings.parallel
+    training = TrainingGrid(job.num_trainers, 0, parallel.tensor, parallel.pipeline, parallel.context)
     shape = read_shape(actor, "actor.path")
     heads = HeadsShape.of(settings.medusa, shape) if settings.medusa.enabled else None
     plan = plan_sync_apart(shape, training, grid, dtype.itemsize, heads)

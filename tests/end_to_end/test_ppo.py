@@ -30,7 +30,7 @@ from rlhf_mc.models.hf_config import read_shape
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 # One update an iteration, through the very micro-batches that scored: then old and new log-probs are the same bits.
-ONE_UPDATE = ("tensor_parallel", "replicas", "pipeline")
+ONE_UPDATE = ("tensor_parallel", "replicas", "pipeline", "context_parallel")
 ALL = (*ONE_UPDATE, "data_parallel")
 # What two runs of the same numbers may differ in.
 _OF_THE_MACHINE = ("timing_s/", "perf/", "memory_gib/", "offload/", "pipeline/", "rollout/")
@@ -81,6 +81,12 @@ def pipeline(task) -> Run:
     """An untied Qwen2 on two pipeline stages, sampled with TP2; two frozen draft heads with output layers of their own, always in use."""
     heads = dict(medusa__enabled="true", medusa__num_heads="2", medusa__shared_output="false", medusa__drafted_tokens="2", medusa__train="false")
     return run(task, "pipeline", "qwen2", parallel__pipeline="2", rollout__tensor_parallel="2", **heads)
+
+
+@pytest.fixture(scope="module")
+def context_parallel(task) -> Run:
+    """A tied Llama whose sequences are shared by two ranks, with trained draft heads; two engines of one rank each."""
+    return run(task, "context_parallel", "llama", medusa__enabled="true", parallel__context="2")
 
 
 # Chunks of whichever samples finish first, scored between the engine's steps: six small passes of each role, in two orders of roles.
@@ -235,7 +241,7 @@ def test_the_trained_models_load_in_transformers(any_run):
     assert before.keys() == after.keys() and all(not torch.equal(before[name], after[name]) for name in before)
 
 
-@every("tensor_parallel", "data_parallel")
+@every("tensor_parallel", "data_parallel", "context_parallel")
 def test_draft_heads_learn_and_are_saved_for_the_engine(any_run):
     model = read_shape(any_run.actor)
     heads = HeadsShape.of(Medusa(), model)

@@ -15,6 +15,7 @@ from rlhf_mc.models.loss import Loss, LossSum
 from rlhf_mc.models.passes import accumulate_gradients, update, zero_gradients
 from rlhf_mc.parallel.packing import PackedMicrobatch
 from rlhf_mc.parallel.world import World
+from rlhf_mc.stages.reward_model import preference_loss
 
 
 def weighted_loss(wanted: Tensor) -> Loss:
@@ -54,3 +55,17 @@ def train(
         losses.append(accumulate_gradients(model, batch, "predicted", budget, weighted_loss(wanted))["loss"])
         grad_norms.append(update(model, optim["lr"]))
     return {"losses": torch.tensor(losses), "grad_norms": torch.tensor(grad_norms), "weights": exported(model)}
+
+
+def train_on_pairs(
+    world: World, directory: str, batch: SequenceBatch, budget: MicroBatch, optim: dict[str, Any], num_steps: int
+) -> dict[str, Any]:
+    """`num_steps` of a reward model on the same preference pairs: all sums and the gradient norm of each, and the weights afterwards."""
+    model = make_role(world, directory, "value", Optim(**optim))
+    loss, _ = preference_loss(batch)
+    sums, grad_norms = [], []
+    for _ in range(num_steps):
+        zero_gradients(model)
+        sums.append(list(accumulate_gradients(model, batch, "last", budget, loss, together=2).values()))
+        grad_norms.append(update(model, optim["lr"]))
+    return {"sums": torch.tensor(sums), "grad_norms": torch.tensor(grad_norms), "weights": exported(model)}

@@ -38,6 +38,12 @@ LAYOUTS = [
     Layout(tensor=2, data=2),
     Layout(pipeline=2, data=2),
 ]
+CONTEXT_LAYOUTS = [
+    Layout(context=2),
+    Layout(context=2, tensor=2),
+    Layout(context=2, pipeline=2),
+    Layout(context=2, data=2),
+]
 OPTIMIZERS = pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
 
 
@@ -95,20 +101,20 @@ def assert_same_training(results: list[dict], family: str, head: str = "language
 
 
 @OPTIMIZERS
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS + CONTEXT_LAYOUTS, ids=str)
 def test_layouts(ranks: RankPool, language_model, layout: Layout, distributed: bool) -> None:
     """Tied embeddings: under pipeline, their gradient comes from the first and the last stage."""
     assert_same_training(trained(ranks, layout, language_model("llama"), distributed_optimizer=distributed), "llama")
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(tensor=2, pipeline=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(tensor=2, pipeline=2), Layout(tensor=2, context=2)], ids=str)
 def test_families(ranks: RankPool, language_model, layout: Layout, family: str) -> None:
     """Biases that are split, norms of query and key that every tensor rank holds whole, untied embeddings, sliding window."""
     assert_same_training(trained(ranks, layout, language_model(family)), family)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:-1], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[:-1] + CONTEXT_LAYOUTS[:3], ids=str)
 def test_value_models(ranks: RankPool, value_model, layout: Layout) -> None:
     assert_same_training(trained(ranks, layout, value_model("llama"), "value"), "llama", "value")
 
@@ -122,9 +128,21 @@ BUDGETS = {
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("layout", [Layout(), Layout(data=2), Layout(pipeline=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(), Layout(data=2), Layout(pipeline=2, tensor=2), Layout(context=2)], ids=str)
 def test_micro_batches(ranks: RankPool, language_model, layout: Layout, budget: str) -> None:
     assert_same_training(trained(ranks, layout, language_model("llama"), budget=BUDGETS[budget]), "llama")
+
+
+@pytest.mark.parametrize("layout", [Layout(context=2), Layout(context=4), Layout(context=2, data=2)], ids=str)
+def test_pairs_are_compared_across_context_ranks(ranks: RankPool, value_model, layout: Layout) -> None:
+    """The last tokens of a pair lie on different ranks, and some sequences have no token on some ranks."""
+    batch = random_batch([9, 13, 5, 2, 1, 3, 20, 11])
+    arguments = dict(directory=value_model("llama"), batch=batch, budget=MicroBatch(tokens=40), optim=OPTIM, num_steps=2)
+    [expected] = ranks.run("invariance.on_ranks:train_on_pairs", Layout(), **arguments)
+    for result in ranks.run("invariance.on_ranks:train_on_pairs", layout, **arguments):
+        torch.testing.assert_close(result["sums"], expected["sums"], rtol=LOSS_TOLERANCE, atol=LOSS_TOLERANCE)
+        torch.testing.assert_close(result["grad_norms"], expected["grad_norms"], rtol=1e-5, atol=0)
+        torch.testing.assert_close(result["weights"], expected["weights"], rtol=0, atol=WEIGHT_TOLERANCE)
 
 
 def test_order_of_the_sequences(ranks: RankPool, language_model) -> None:
@@ -135,7 +153,7 @@ def test_order_of_the_sequences(ranks: RankPool, language_model) -> None:
     assert_same_training(trained(ranks, Layout(), language_model("llama"), batch=batch, wanted=wanted), "llama")
 
 
-@pytest.mark.parametrize("layout", [Layout(data=2), Layout(tensor=2, pipeline=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(data=2), Layout(tensor=2, pipeline=2), Layout(context=2)], ids=str)
 def test_the_same_run_gives_the_same_bits(ranks: RankPool, language_model, layout: Layout) -> None:
     first, second = (trained(ranks, layout, language_model("qwen2")) for _ in range(2))
     assert torch.equal(first[0]["losses"], second[0]["losses"])

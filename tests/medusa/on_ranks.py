@@ -32,7 +32,10 @@ def settings_of(
     world: World, medusa: dict[str, Any], optim: dict[str, Any], dtype: str = "fp32", distributed_optimizer: bool = True
 ) -> Settings:
     """Of a run with draft heads on the grid of `world`."""
-    parallel = Parallel(world.grid.tensor, world.grid.pipeline, distributed_optimizer)
+    grid = world.grid
+    parallel = Parallel(
+        tensor=grid.tensor, context=grid.context, pipeline=grid.pipeline, distributed_optimizer=distributed_optimizer
+    )
     return Settings(
         trainer=Trainer(device="cpu", dtype=dtype, iterations=10),
         parallel=parallel,

@@ -42,6 +42,26 @@ def test_rows_and_labels_of_the_samples_in_steps(ranks: RankPool, language_model
     assert sorted(holders) == sorted([0, 3, 4] * layout.tensor), "on the tensor ranks of one data-parallel rank, last stage"
 
 
+@pytest.mark.parametrize("layout", [Layout(context=2), Layout(context=4)], ids=str)
+def test_context_ranks_share_the_rows_of_a_sample(ranks: RankPool, language_model, layout: Layout) -> None:
+    """Each row once, with labels that may lie on another rank; what the limit cuts is what it cuts of whole samples."""
+    steps = [[4, 2, 1, 0], [3, 5]]
+    arguments = dict(directory=language_model("llama"), batch=BATCH, steps=steps, step_tokens=15, max_rows=MAX_ROWS)
+    results = ranks.run("medusa.on_ranks:take", layout, **arguments)
+    assert all(result["taken"] == [([4, 2], [9 + 3, 8 + 2]), ([3], [18, 17])] for result in results)
+    for number in (2, 3, 4):
+        parts = [result["samples"][number] for result in results if number in result["samples"]]
+        rows, expected = torch.cat([rows for rows, _, _ in parts]), rows_of(number)
+        found = torch.cdist(rows, expected).argmin(dim=1)
+        assert torch.equal(found.sort().values, torch.arange(len(expected)))
+        torch.testing.assert_close(rows, expected[found], rtol=0, atol=1e-5)
+        ahead = sequences_of(BATCH)[number][0]
+        tokens, valid = (torch.cat([part[i] for part in parts], dim=1) for i in (1, 2))
+        for head in range(2):
+            assert torch.equal(valid[head], found < len(ahead) - head - 2)
+            assert torch.equal(tokens[head][valid[head]], ahead[found[valid[head]] + head + 2])
+
+
 @pytest.mark.parametrize("layout", [Layout(), Layout(data=2)], ids=str)
 def test_what_no_step_can_take_is_not_kept(ranks: RankPool, language_model, layout: Layout) -> None:
     """The limit cuts the same samples on every layout, and bounds what a rank holds."""

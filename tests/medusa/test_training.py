@@ -23,7 +23,16 @@ MEDUSA = dict(num_heads=NUM_HEADS, num_layers=NUM_LAYERS, loss_decay=DECAY, step
 OPTIM = dict(lr=1e-2, eps=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1, clip_grad=0.1)
 NUM_ITERATIONS = 2
 
-LAYOUTS = [Layout(), Layout(tensor=2), Layout(pipeline=2), Layout(data=2), Layout(tensor=2, pipeline=2), Layout(tensor=2, data=2)]
+LAYOUTS = [
+    Layout(),
+    Layout(tensor=2),
+    Layout(pipeline=2),
+    Layout(data=2),
+    Layout(context=2),
+    Layout(tensor=2, pipeline=2),
+    Layout(tensor=2, data=2),
+    Layout(tensor=2, context=2),
+]
 OUTPUTS = pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
 TOLERANCE = dict(rtol=1e-5, atol=2e-6)
 
@@ -226,7 +235,7 @@ def reference_joint_training(shared: bool) -> dict[str, Any]:
 
 
 @OUTPUTS
-@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(pipeline=2, data=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(context=2), Layout(pipeline=2, data=2)], ids=str)
 def test_joint_training_reaches_the_actor(ranks: RankPool, language_model, layout: Layout, shared: bool) -> None:
     """The gradient of the heads' loss goes into the decoder, on every layout as by autograd; not into its output layer."""
     expected = reference_joint_training(shared)

@@ -28,7 +28,10 @@ def make_role(
     distributed_optimizer: bool = True,
 ) -> RoleModel:
     """The role of `directory` on the grid of `world`."""
-    parallel = Parallel(world.grid.tensor, world.grid.pipeline, distributed_optimizer)
+    grid = world.grid
+    parallel = Parallel(
+        tensor=grid.tensor, context=grid.context, pipeline=grid.pipeline, distributed_optimizer=distributed_optimizer
+    )
     settings = Settings(trainer=Trainer(device="cpu", dtype=dtype), parallel=parallel)
     role = Role.ACTOR if head == "language" else Role.CRITIC
     return build_role(role, head, directory, settings, world, optim)

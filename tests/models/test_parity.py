@@ -24,7 +24,7 @@ from rlhf_mc.config import MicroBatch
 # several sequences and padded (under TP) by one token; length 2 has a single prediction.
 BATCH = random_batch([9, 13, 5, 20, 11, 2])
 BUDGET = MicroBatch(tokens=25)
-LAYOUTS = [Layout(), Layout(tensor=2), Layout(pipeline=2), Layout(tensor=2, pipeline=2)]
+LAYOUTS = [Layout(), Layout(tensor=2), Layout(pipeline=2), Layout(context=2), Layout(tensor=2, pipeline=2)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -37,6 +37,22 @@ def test_logprobs_and_entropy(ranks: RankPool, language_model, layout: Layout, f
         torch.testing.assert_close(answer["scored"], logprobs, rtol=0, atol=1e-5)
         torch.testing.assert_close(answer["entropy"], entropy, rtol=0, atol=1e-5)
         assert torch.equal(answer["scored"], answer["trained"]), "the ratio of the first update would not be exactly 1"
+
+
+@pytest.mark.parametrize("lengths", [[3, 1, 2, 2], [2, 1]], ids=str)
+def test_sequences_shorter_than_their_context_group(ranks: RankPool, language_model, value_model, lengths: list[int]) -> None:
+    """Some ranks have no token of a sequence, or padding only."""
+    batch = random_batch(lengths)
+    models = dict(directory=language_model("mistral")), dict(directory=value_model("mistral"))
+    answers = ranks.run("models.on_ranks:logprobs", Layout(context=4), batch=batch, budget=BUDGET, **models[0])
+    values = ranks.run("models.on_ranks:values", Layout(context=4), batch=batch, budget=BUDGET, **models[1])
+    with torch.no_grad():
+        logprobs, entropy = reference_logprobs(tiny_language_model("mistral"), batch)
+        scores = reference_scores(tiny_value_model("mistral"), batch).squeeze(-1)
+    for answer, value in zip(answers, values):
+        torch.testing.assert_close(answer["scored"], logprobs, rtol=0, atol=1e-5)
+        torch.testing.assert_close(answer["entropy"], entropy, rtol=0, atol=1e-5)
+        torch.testing.assert_close(value["last"], scores, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2)], ids=str)

@@ -192,7 +192,7 @@ def random_requests(world: World, language: str, value: str, dtype: str, example
         @given(st.lists(REQUESTS, min_size=1, max_size=30))
         def run(requests: list[Request]) -> None:
             nonlocal count
-            expected = Expected(residency, world.grid.data if share else 1)
+            expected = Expected(residency, world.grid.copies if share else 1)
             for request in requests:
                 serve(residency, expected, request)
                 count += 1

@@ -129,7 +129,7 @@ def measured_and_predicted_bytes(
     actor, critic = actor_and_critic(world, language, value, dtype, distributed)
     frozen = [make_role(world, language, "language", dtype=dtype), make_role(world, value, "value", dtype=dtype)]
     grid = world.grid
-    place = Place(grid.tensor, grid.pipeline, grid.stage, grid.data, grid.data_rank)
+    place = Place(grid.tensor, grid.pipeline, grid.stage, grid.copies, grid.copy_rank)
     results = []
     for model in (actor, critic, *frozen):
         trained = model.optimizer is not None
@@ -339,7 +339,7 @@ def planned_settings(
     """Settings of a run with four roles and draft heads, and the directories of the four."""
     settings = Settings(
         trainer=Trainer(mode=mode, device="cpu", dtype="bf16"),
-        parallel=Parallel(world.grid.tensor, world.grid.pipeline),
+        parallel=Parallel(tensor=world.grid.tensor, context=world.grid.context, pipeline=world.grid.pipeline),
         offload=Offload(share_host_copies=share),
         medusa=HEADS,
     )
@@ -361,7 +361,7 @@ def small_host(world: World, language: str, value: str, available_bytes: int) ->
 def planned_and_taken(world: World, language: str, value: str, share: bool, mode: str = "ppo") -> tuple[int, int]:
     """Bytes of host copies on this rank: by the plan, and as the Residency has them once all roles are built."""
     settings, paths = planned_settings(world, language, value, share, mode)
-    sharing = world.grid.data if share else 1
+    sharing = world.grid.copies if share else 1
     sizes, visits = planned_bytes(settings, paths, world.grid), planned_visits(settings, paths)
     needs = host_needs(sizes, visits, sharing, offload=True, on_cpu=False)
     residency = plan_residency(settings, paths, world)

@@ -13,6 +13,7 @@ CASES = [
     pytest.param(Layout(data=2), 5, "bf16", True, False, id="DP2-bf16-distributed"),
     pytest.param(Layout(data=2), 5, "bf16", True, True, id="DP2-bf16-distributed-shared"),
     pytest.param(Layout(data=2), 5, "fp32", False, True, id="DP2-fp32-plain-shared"),
+    pytest.param(Layout(context=2), 3, "bf16", True, True, id="CP2-bf16-distributed-shared"),
     pytest.param(Layout(tensor=2), 3, "bf16", False, False, id="TP2-bf16-plain"),
     pytest.param(Layout(pipeline=2), 3, "bf16", True, False, id="PP2-bf16-distributed"),
 ]

@@ -9,8 +9,11 @@ import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from rlhf_mc.parallel.attention import PackedAttention, pack_sequences
+from rlhf_mc.parallel.context import cut_sequences, exchange_numbers
 from rlhf_mc.parallel.logprobs import vocabulary_parallel_logprobs
 from rlhf_mc.parallel.world import World
 
@@ -33,7 +36,9 @@ def place(world: World) -> dict[str, Any]:
     ours = dict(
         tensor=(grid.tensor_rank, grid.tensor),
         pipeline=(grid.stage, grid.pipeline),
+        context=(grid.context_rank, grid.context),
         data=(grid.data_rank, grid.data),
+        copies=(grid.copy_rank, grid.copies),
         model=grid.model_ranks(),
         first=grid.is_first_stage,
         last=grid.is_last_stage,
@@ -41,7 +46,9 @@ def place(world: World) -> dict[str, Any]:
     megatrons = dict(
         tensor=(parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()),
         pipeline=(parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_world_size()),
+        context=(parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()),
         data=(parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()),
+        copies=(world.copies_group.rank(), world.copies_group.size()),
         model=dist.get_process_group_ranks(world.model_group),
         first=parallel_state.is_pipeline_first_stage(),
         last=parallel_state.is_pipeline_last_stage(),
@@ -57,3 +64,26 @@ def drawn(world: World) -> tuple[float, float, float]:
 def summed(world: World, values: Tensor) -> Tensor:
     """values * (rank + 1), summed over all ranks."""
     return world.sum_over_ranks(values * (world.rank + 1))
+
+
+def context_attention(
+    world: World, qkv: list[Tensor], lengths: Tensor, window: int | None, cos: Tensor, sin: Tensor, head_dim: int
+) -> tuple[Tensor, list[Tensor]]:
+    """Which of the packed tokens lie here; of these the output, and the gradients of the sum of squares of all ranks' outputs."""
+    cut = cut_sequences(lengths, world.context.size)
+    held = cut.held[world.context.rank]
+    sequences = pack_sequences(cut, cos, sin, world.device, world.context)
+    heads = qkv[0].size(1)
+    config = TransformerConfig(num_layers=1, hidden_size=heads * head_dim, num_attention_heads=heads, kv_channels=head_dim)
+    leaves = [x[held].requires_grad_() for x in qkv]
+    out = PackedAttention(config, layer_number=1, window=window)(*leaves, attention_mask=None, packed_seq_params=sequences)
+    return held, [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+def exchanged(world: World, numbers: Tensor, slopes: Tensor, places: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Each context rank gives the numbers at its places; what all have then, and the gradient of slopes . numbers."""
+    own = places[world.context.rank]
+    mine = numbers[own].requires_grad_()
+    whole = exchange_numbers(mine, own, numbers.numel(), world.context)
+    (slopes * whole).sum().backward()
+    return whole.detach(), mine.grad

@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rlhf_mc.parallel.attention import PackedAttention, group_by_length, pack_sequences
+from rlhf_mc.parallel.context import cut_sequences
 
 HEADS, KV_HEADS, HEAD_DIM, POSITIONS = 4, 2, 6, 64
 
@@ -31,7 +32,7 @@ def random_qkv(num_tokens: int, kv_heads: int = KV_HEADS, seed: int = 0) -> list
 def packed_attention(qkv: list[Tensor], lengths: list[int], window: int | None = None) -> Tensor:
     """[T, heads * d] by the module under test."""
     config = TransformerConfig(num_layers=1, hidden_size=HEADS * HEAD_DIM, num_attention_heads=HEADS, kv_channels=HEAD_DIM)
-    sequences = pack_sequences(torch.tensor(lengths), *tables(), torch.device("cpu"))
+    sequences = pack_sequences(cut_sequences(torch.tensor(lengths)), *tables(), torch.device("cpu"))
     return PackedAttention(config, layer_number=1, window=window)(*qkv, attention_mask=None, packed_seq_params=sequences)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from rlhf_mc.config import ConfigError
@@ -46,6 +48,25 @@ def test_the_rollout_shard_contains_the_training_shard_where_the_sizes_allow(lay
 def test_replicas_lie_at_intervals_where_rollout_tp_is_smaller():
     grid = RolloutGrid(TrainingGrid(8, 0, 4, 1), 2)
     assert [grid.ranks_of(replica) for replica in range(4)] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+def test_context_ranks_are_copies_of_the_model():
+    """To the engines they are what data-parallel ranks are."""
+    for rank in range(16):
+        grid = RolloutGrid(TrainingGrid(16, rank, tensor=2, pipeline=2, context=2), 2)
+        plain = RolloutGrid(TrainingGrid(16, rank, tensor=2, pipeline=2), 2)
+        assert (grid.training.data, grid.training.copies) == (2, 4)
+        assert (grid.num_replicas, grid.replica, grid.tensor_rank) == (plain.num_replicas, plain.replica, plain.tensor_rank)
+        assert grid.ranks_of(grid.replica) == plain.ranks_of(plain.replica)
+        assert grid.training.model_ranks() == plain.training.model_ranks()
+
+
+def test_places_in_the_training_grid():
+    """Tensor rank changes fastest, then context rank, then data rank, then stage."""
+    found = [TrainingGrid(16, rank, tensor=2, pipeline=2, context=2) for rank in range(16)]
+    places = [(grid.stage, grid.data_rank, grid.context_rank, grid.tensor_rank) for grid in found]
+    assert places == list(itertools.product(range(2), repeat=4))
+    assert [grid.copy_rank for grid in found] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
 
 
 def test_indivisible_ranks_are_refused():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf_mc.batch import SequenceBatch
 from rlhf_mc.config import MicroBatch
+from rlhf_mc.parallel.context import Context
 from rlhf_mc.parallel.microbatches import plan_microbatches
 from rlhf_mc.parallel.packing import PackedBatch, PackedMicrobatch, RotaryTable
 
@@ -24,11 +25,12 @@ def batches(draw: st.DrawFn) -> SequenceBatch:
     return SequenceBatch(tokens, torch.tensor(lengths), torch.tensor([m for mask in masks for m in mask]))
 
 
-def packed(batch: SequenceBatch, asked: str, multiple: int, num_ranks: int = 1) -> list[PackedMicrobatch]:
-    """All micro-batches of all ranks."""
+def packed(batch: SequenceBatch, asked: str, multiple: int, num_ranks: int = 1, num_context: int = 1) -> list[PackedMicrobatch]:
+    """All micro-batches of all ranks, of which `num_context` share each."""
     plan = plan_microbatches(batch.lengths.tolist(), batch.lengths.tolist(), MicroBatch(tokens=16), num_ranks)
     whole = PackedBatch.of(batch, asked)
-    return [whole.pack(planned, multiple, TABLE, torch.device("cpu")) for share in plan for planned in share]
+    places = [Context(num_context, rank) for rank in range(num_context)]
+    return [whole.pack(planned, multiple, TABLE, torch.device("cpu"), place) for share in plan for planned in share for place in places]
 
 
 def put_back(microbatches: list[PackedMicrobatch], values: list[Tensor], num_answers: int) -> Tensor:
@@ -58,6 +60,26 @@ def test_the_last_token_answers_for_its_sequence(batch: SequenceBatch, multiple:
     last = batch.tokens[batch.lengths.cumsum(0) - 1]
     assert torch.equal(put_back(microbatches, [m.tokens[m.rows] for m in microbatches], len(batch)), last)
     assert torch.equal(put_back(microbatches, [m.sequence_ids for m in microbatches], len(batch)), torch.arange(len(batch)))
+
+
+@settings(max_examples=25)
+@given(batches(), st.integers(1, 3), st.integers(1, 2), st.integers(2, 5))
+def test_of_the_ranks_that_share_sequences_one_answers(batch: SequenceBatch, multiple: int, num_ranks: int, num_context: int) -> None:
+    """Each number is known to one rank, which has the right row; and every rank knows what all are asked."""
+    microbatches = packed(batch, "predicted", multiple, num_ranks, num_context)
+    asked_for = batch.tokens[batch.loss_mask]
+    assert torch.equal(put_back(microbatches, [m.targets for m in microbatches], asked_for.numel()), asked_for)
+    before = put_back(microbatches, [m.tokens[m.rows] for m in microbatches], asked_for.numel())
+    assert torch.equal(before, asked_for - 1), "off by one"
+    last = packed(batch, "last", multiple, num_ranks, num_context)
+    expected = batch.tokens[batch.lengths.cumsum(0) - 1]
+    assert torch.equal(put_back(last, [m.tokens[m.rows] for m in last], len(batch)), expected)
+    for first in range(0, len(microbatches), num_context):
+        group = microbatches[first : first + num_context]
+        assert len({m.tokens.numel() for m in group}) == 1 and group[0].tokens.numel() % multiple == 0
+        assert sum((m.tokens > 0).sum() for m in group) > sum(m.tokens.numel() for m in group) - multiple * num_context
+        for m in group:
+            assert torch.equal(m.asked.targets, group[0].asked.targets) and torch.equal(m.asked.targets[m.mine], m.targets)
 
 
 @given(batches())

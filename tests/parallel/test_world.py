@@ -17,6 +17,9 @@ LAYOUTS = [
     Layout(pipeline=2, data=2),
     Layout(tensor=4),
     Layout(pipeline=4),
+    Layout(context=2, data=2),
+    Layout(tensor=2, context=2),
+    Layout(context=2, pipeline=2),
 ]
 
 
@@ -25,7 +28,7 @@ def test_the_grid_is_megatrons(ranks: RankPool, layout: Layout) -> None:
     places = ranks.run("parallel.on_ranks:place", layout)
     for place in places:
         assert place["grid"] == place["megatron"]
-    assert sum(place["speaks"] for place in places) == layout.data
+    assert sum(place["speaks"] for place in places) == layout.data * layout.context
 
 
 def test_all_ranks_draw_the_same_numbers(ranks: RankPool) -> None:
@@ -41,7 +44,7 @@ def test_sums_are_the_same_bits_on_every_rank(ranks: RankPool) -> None:
     torch.testing.assert_close(sums[0], values * 10)
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(3, 1), (2, 4), (0, 1), (1, 0)])
-def test_ranks_that_cannot_be_divided_are_refused(tensor: int, pipeline: int) -> None:
+@pytest.mark.parametrize(("tensor", "pipeline", "context"), [(3, 1, 1), (2, 4, 1), (0, 1, 1), (1, 0, 1), (2, 1, 4), (1, 1, 3), (1, 1, 0)])
+def test_ranks_that_cannot_be_divided_are_refused(tensor: int, pipeline: int, context: int) -> None:
     with pytest.raises(ConfigError, match="4 ranks"):
-        TrainingGrid(4, 0, tensor, pipeline)
+        TrainingGrid(4, 0, tensor, pipeline, context)
