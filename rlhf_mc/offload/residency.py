@@ -6,13 +6,16 @@ Gradients are only ever freed. What the host has already is freed without a copy
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch import Tensor
 
 from rlhf_mc.models.role import Resident, Role
+from rlhf_mc.offload.arena import storage_key
 from rlhf_mc.offload.holding import Holding
 from rlhf_mc.offload.layout import CHUNK_BYTES
 from rlhf_mc.offload.ledger import Ledger
@@ -150,6 +153,28 @@ class Residency:
             self.ledger.visited(EMPTY)
             release_residue(self._world.device)
         self.assert_as_expected()
+
+    @contextmanager
+    def readable(self, role: Role) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Inside, gives the values of any tensor of the role's params, main params and moments, contiguous in host memory.
+
+        They are its host copy, with the device empty, and must not be changed. Where copies are shared, the params are read off the
+        device: collective over the data-parallel group then. Without offload everything is.
+        """
+        if self._shared_by is None:
+            self.all_off()
+            yield partial(self._on_host, role)
+        else:
+            with self.on_device(role, Part.PARAMS):
+                yield partial(self._on_host, role)
+
+    def _on_host(self, role: Role, tensor: Tensor) -> Tensor:
+        holdings = (holding for key, holding in self._holdings.items() if key[0] is role)
+        piece = next(piece for holding in holdings for piece in holding.pieces() if piece.arena.key == storage_key(tensor))
+        if piece.arena.present:
+            return tensor.detach().to("cpu", copy=True)
+        start = tensor.storage_offset() * tensor.element_size()
+        return piece.host[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def assert_as_expected(self) -> None:
         """Compares every storage with what should be there. Raises ResidencyError with the table where they differ."""
