@@ -1,0 +1,90 @@
+"""Checkpoint: a run is written down after an iteration, and goes on from there bit for bit."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rlhf_mc.checkpoint import FileRecord, save, settings_record
+from rlhf_mc.checkpoint.generators import read_generators, write_generators
+from rlhf_mc.checkpoint.roles import read_role, write_role
+from rlhf_mc.models.role import Role
+from rlhf_mc.offload.text import readable
+from rlhf_mc.pipeline.dispatch import ResponseLengths
+from rlhf_mc.pipeline.schedule import Costs
+from rlhf_mc.stages.dump import finish_dump
+from rlhf_mc.stages.evaluate import evaluate
+from rlhf_mc.stages.start import Run, checkpoints_of
+
+
+def begin(run: Run) -> dict[str, float]:
+    """Collective over all ranks. Puts the run where its checkpoint left it, if it goes on from one; the evaluation before iteration 0."""
+    if run.origin.snapshot is None:
+        run.before = evaluate(run, iteration=0)
+    else:
+        with run.clock.stage("load_checkpoint"):
+            _restore(run, run.origin.snapshot.directory, run.origin.snapshot.record)
+    return run.before
+
+
+def save_checkpoint(run: Run, done: int) -> None:
+    """Collective over all ranks. After `done` iterations, if it is time: a checkpoint; older ones than trainer.keep_last go.
+
+    What the run has logged and dumped of these iterations is on the disk before. Raises CheckpointError on every rank where one cannot write.
+    """
+    trainer = run.settings.trainer
+    if not trainer.save_every or done % trainer.save_every:
+        return
+    finish_dump(run)
+    start = time.perf_counter()
+    with run.clock.stage("save_checkpoint"):
+        num_bytes = save(run.world, checkpoints_of(run.settings), done, trainer.keep_last, _record(run), lambda aside: _write(run, aside))
+    seconds = time.perf_counter() - start
+    run.tracker.say(f"checkpoint after {done} iterations: {readable(num_bytes)} in {seconds:.1f} s")
+
+
+def trained_roles(run: Run) -> list[Role]:
+    """Whose weights change."""
+    if not run.settings.trainer.trains:
+        return []
+    return [Role.ACTOR, Role.CRITIC] + ([Role.MEDUSA] if run.trains_heads else [])
+
+
+def _write(run: Run, directory: Path) -> list[FileRecord]:
+    """Collective over the data-parallel group. This rank's files."""
+    files = [write_generators(run.world, directory)]
+    for role in trained_roles(run):
+        files += write_role(run.residency, role, directory)
+    return files
+
+
+def _record(run: Run) -> dict[str, Any]:
+    """What is alike on all ranks. Data order, rates and seeds are functions of the iteration, and need nothing."""
+    return {
+        "settings": settings_record(run.settings),
+        "ranks": run.world.size,
+        "identity": run.identity,
+        "wandb_run_id": run.tracker.wandb_run_id,
+        "weight_version": run.weight_version,
+        "kl_coef": run.kl.coef,
+        "lengths": run.lengths.state(),
+        "drafting": run.drafting.state(),
+        "costs": None if run.costs is None else asdict(run.costs),
+        "before": run.before,
+    }
+
+
+def _restore(run: Run, directory: Path, record: dict[str, Any]) -> None:
+    """Collective over all ranks. The opposite of `_write` and `_record`."""
+    for role in trained_roles(run):
+        read_role(run.residency, role, directory)
+    run.residency.all_off()
+    run.weight_version = record["weight_version"]
+    run.kl = replace(run.kl, coef=record["kl_coef"])
+    run.lengths = ResponseLengths.from_state(record["lengths"])
+    run.drafting.restore(record["drafting"])
+    run.costs = None if record["costs"] is None else Costs(**record["costs"])
+    run.before = record["before"]
+    read_generators(run.world, directory)
