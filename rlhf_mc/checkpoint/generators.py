@@ -31,9 +31,9 @@ def write_generators(world: World, directory: Path) -> FileRecord:
     return write_json(directory / _file_name(world.rank), states)
 
 
-def read_generators(world: World, directory: Path) -> None:
-    """Sets this rank's generators to what was written."""
-    states = json.loads((directory / _file_name(world.rank)).read_text())
+def read_generators(world: World, directory: Path, rank: int) -> None:
+    """Sets this rank's generators to those that `rank` wrote."""
+    states = json.loads((directory / _file_name(rank)).read_text())
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     kind, numbers, *rest = states["numpy"]

@@ -19,7 +19,7 @@ from rlhf_mc.parallel.world import World
 _FREE = (
     "trainer.output_dir", "trainer.evaluate_every", "trainer.num_sample_rows", "trainer.trace_iterations", "trainer.trust_remote_code",
     "trainer.save_every", "trainer.keep_last", "trainer.resume", "trainer.device",
-    "data.validation", "supervised", "wandb", "offload", "pipeline", "rollout.placement", "rollout.engine_ranks",
+    "data.validation", "supervised", "wandb", "parallel", "offload", "pipeline", "rollout.placement", "rollout.engine_ranks",
     "rollout.tensor_parallel", "rollout.max_running_sequences", "rollout.kv_cache_gib", "rollout.enforce_eager", "rollout.dump",
     "reward.num_workers", "reward.timeout_seconds", "reward.max_error_rate",
     "actor.micro_batch", "actor.scoring_micro_batch", "critic.micro_batch", "critic.scoring_micro_batch",
@@ -50,10 +50,10 @@ def settings_record(settings: Settings) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(settings)))
 
 
-def check_same_run(snapshot: Snapshot, settings: Settings, ranks: int, found: Mapping[str, str]) -> None:
-    """Raises ConfigError with every key and both values where the checkpoint is of another run, or of another layout.
+def check_same_run(snapshot: Snapshot, settings: Settings, found: Mapping[str, str]) -> None:
+    """Raises ConfigError with every key and both values where the checkpoint is of another run.
 
-    ranks: that train.  found: `identity` now. Keys that either side lacks are not compared.
+    found: `identity` now. Keys that either side lacks are not compared.
     """
     record = snapshot.record
     saved, now = dict(_flat(record["settings"])), dict(_flat(settings_record(settings)))
@@ -67,8 +67,6 @@ def check_same_run(snapshot: Snapshot, settings: Settings, ranks: int, found: Ma
         for key, then in record["identity"].items()
         if key in found and found[key] != then
     ]
-    if record["ranks"] != ranks:
-        faults.append(f"{ranks} ranks train, but it was saved on {record['ranks']}: another layout cannot go on from it")
     if faults:
         lines = "\n  ".join(faults)
         raise ConfigError(

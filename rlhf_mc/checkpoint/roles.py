@@ -11,8 +11,10 @@ import torch
 from safetensors import safe_open
 
 from rlhf_mc.checkpoint.disk import FileRecord, write_tensors
+from rlhf_mc.checkpoint.layout import Layout
+from rlhf_mc.checkpoint.relayout import describe, file_name, values_for
 from rlhf_mc.models.role import Resident, Role
-from rlhf_mc.models.stepped import stepped
+from rlhf_mc.models.stepped import Stepped, stepped
 from rlhf_mc.offload import Part, Residency
 
 
@@ -23,32 +25,41 @@ def write_role(residency: Residency, role: Role, directory: Path) -> list[FileRe
     """
     model = residency.state(role).model
     shards = stepped(model) if _source_rank(model) == model.world.rank else []
-    tensors = {name: tensor for shard in shards for name, tensor in shard.tensors().items()}
+    tensors = {f"{shard.name}:{kind}": shard.tensor(kind) for shard in shards for kind in shard.kinds}
     with residency.readable(role) as on_host:
-        if not tensors:
-            return []
-        starts = {f"{shard.name}:start": str(shard.start) for shard in shards}
-        return [write_tensors(directory / _file_name(role, model.world.rank), tensors, on_host, starts)]
+        return [write_tensors(directory / file_name(role, model.world.rank), tensors, on_host, describe(shards))] if tensors else []
 
 
 @torch.no_grad()
-def read_role(residency: Residency, role: Role, directory: Path) -> None:
-    """Collective over the data-parallel group. Makes a trained role what it was when `write_role` wrote it, on the same layout."""
+def read_role(residency: Residency, role: Role, directory: Path, saved: Layout) -> None:
+    """Collective over the data-parallel group. Makes a trained role what it was when all ranks of the layout `saved` wrote it."""
     with residency.on_device(role, Part.PARAMS | Part.MAIN_PARAMS | Part.OPTIMIZER) as model:
-        targets = {name: tensor for shard in stepped(model) for name, tensor in shard.tensors().items()}
-        if targets:
-            with safe_open(directory / _file_name(role, _source_rank(model)), framework="pt") as file:
-                for name, target in targets.items():
-                    target.copy_(file.get_tensor(name))
+        shards = stepped(model)
+        if _layout_of(model) == saved:
+            _read_own(directory / file_name(role, _source_rank(model)), shards)
+        else:
+            values = values_for(model, directory, saved)
+            for shard in shards:
+                for kind in shard.kinds:
+                    shard.tensor(kind).copy_(values(shard, kind))
         residency.state(role).rebuild_params()
         model.version += 1
+
+
+def _read_own(path: Path, shards: list[Stepped]) -> None:
+    if shards:
+        with safe_open(path, framework="pt") as file:
+            for shard in shards:
+                for kind in shard.kinds:
+                    shard.tensor(kind).copy_(file.get_tensor(f"{shard.name}:{kind}"))
+
+
+def _layout_of(model: Resident) -> Layout:
+    grid = model.world.grid
+    return Layout(grid.world_size, grid.tensor, grid.pipeline, model.ddp.ddp_config.use_distributed_optimizer)
 
 
 def _source_rank(model: Resident) -> int:
     """The rank that writes what this rank steps: itself, or the first of those that all step the same."""
     grid = model.world.grid
     return grid.rank if model.ddp.ddp_config.use_distributed_optimizer else grid.rank_at(grid.tensor_rank, 0, grid.stage)
-
-
-def _file_name(role: Role, rank: int) -> str:
-    return f"rank{rank:05d}.{role.value}.safetensors"

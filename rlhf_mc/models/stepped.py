@@ -16,21 +16,26 @@ from rlhf_mc.models.role import Resident
 
 @dataclass(frozen=True)
 class Stepped:
-    """A run of elements of one parameter, from element `start` of it (of this rank's shard, flat).
+    """A run of elements of one parameter, from element `start` of this rank's shard of it, which has `shape`.
 
     main: the fp32 values that are stepped; the parameter is a copy of them, or holds them itself.  state: AdamW's exp_avg and
     exp_avg_sq, of the same shape, and step, a scalar.
     """
 
     name: str
+    shape: tuple[int, ...]
     start: int
     main: Tensor
     state: dict[str, Tensor]
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All of it by the names under which it is saved."""
-        kinds = {"main": self.main, **self.state}
-        return {f"{self.name}:{kind}": tensor for kind, tensor in kinds.items()}
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """main, and all of state."""
+        return ("main", *self.state)
+
+    def tensor(self, kind: str) -> Tensor:
+        """The tensor of a kind."""
+        return self.main if kind == "main" else self.state[kind]
 
 
 def stepped(model: Resident) -> list[Stepped]:
@@ -38,11 +43,12 @@ def stepped(model: Resident) -> list[Stepped]:
     plain one's are all on each rank.
     """
     names = {id(param): name for name, param in model.ddp.module.named_parameters()}
-    found: list[Stepped] = []
-    for part in megatron_parts(model.optimizer):
-        if part.optimizer is not None:
-            found += [Stepped(names[id(param)], start, main, part.optimizer.state[main]) for param, start, main in _pairs(part)]
-    return found
+    return [
+        Stepped(names[id(param)], tuple(param.shape), start, main, part.optimizer.state[main])
+        for part in megatron_parts(model.optimizer)
+        if part.optimizer is not None
+        for param, start, main in _pairs(part)
+    ]
 
 
 def _pairs(part: MegatronOptimizer) -> Iterator[tuple[Tensor, int, Tensor]]:

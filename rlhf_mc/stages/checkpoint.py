@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf_mc.checkpoint import FileRecord, save, settings_record
 from rlhf_mc.checkpoint.generators import read_generators, write_generators
+from rlhf_mc.checkpoint.layout import Layout
 from rlhf_mc.checkpoint.roles import read_role, write_role
 from rlhf_mc.models.role import Role
 from rlhf_mc.offload.text import readable
@@ -64,7 +65,7 @@ def _record(run: Run) -> dict[str, Any]:
     """What is alike on all ranks. Data order, rates and seeds are functions of the iteration, and need nothing."""
     return {
         "settings": settings_record(run.settings),
-        "ranks": run.world.size,
+        "layout": Layout.of(run.settings, run.world.size).record(),
         "identity": run.identity,
         "wandb_run_id": run.tracker.wandb_run_id,
         "weight_version": run.weight_version,
@@ -78,8 +79,11 @@ def _record(run: Run) -> dict[str, Any]:
 
 def _restore(run: Run, directory: Path, record: dict[str, Any]) -> None:
     """Collective over all ranks. The opposite of `_write` and `_record`."""
+    saved, present = Layout(**record["layout"]), Layout.of(run.settings, run.world.size)
+    if saved != present:
+        run.tracker.say(f"from another layout, so equal within rounding only: saved on {saved}; now {present}")
     for role in trained_roles(run):
-        read_role(run.residency, role, directory)
+        read_role(run.residency, role, directory, saved)
     run.residency.all_off()
     run.weight_version = record["weight_version"]
     run.kl = replace(run.kl, coef=record["kl_coef"])
@@ -87,4 +91,4 @@ def _restore(run: Run, directory: Path, record: dict[str, Any]) -> None:
     run.drafting.restore(record["drafting"])
     run.costs = None if record["costs"] is None else Costs(**record["costs"])
     run.before = record["before"]
-    read_generators(run.world, directory)
+    read_generators(run.world, directory, run.world.rank if saved == present else 0)

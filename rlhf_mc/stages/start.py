@@ -195,7 +195,7 @@ def _find_origin(settings: Settings, world: World) -> tuple[Origin, dict[str, st
     sources["medusa.path"] = [settings.medusa.path] if settings.medusa.path else []
     found = identity(world, sources)
     if origin.snapshot is not None:
-        check_same_run(origin.snapshot, settings, world.size, found)
+        check_same_run(origin.snapshot, settings, found)
     return origin, found
 
 

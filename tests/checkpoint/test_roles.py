@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from ranks import Layout
+
+from rlhf_mc.checkpoint.layout import Layout as SavedLayout
 
 CASES = [
     pytest.param(Layout(), dict(dtype="bf16", distributed=True), id="1rank-bf16"),
@@ -27,3 +30,32 @@ def test_what_is_read_is_what_was_saved_and_trains_on_alike(ranks, language_mode
 
 def test_generators_go_on(ranks, tmp_path):
     assert ranks.run("checkpoint.on_ranks:draws_after_reading", Layout(data=2), directory=str(tmp_path)) == [True, True]
+
+
+ONE = Layout()
+ROADS = [
+    (Layout(data=2), True, [(Layout(tensor=2), True), (ONE, False), (Layout(pipeline=2), True), (Layout(data=2), True)]),
+    (Layout(tensor=2), False, [(Layout(pipeline=2), True), (Layout(data=2), False), (Layout(tensor=2, pipeline=2), True), (Layout(tensor=2), False)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("start, distributed, road", ROADS, ids=["from-DP2", "from-TP2-plain"])
+def test_over_other_layouts_and_back_every_bit_returns(ranks, language_model, value_model, tmp_path, start, distributed, road, dtype):
+    """Each layout reads what the one before wrote; the last is the first again. Whole tensors stay the same all along."""
+    options = dict(language=language_model("qwen3"), value=value_model("qwen2"), dtype=dtype)
+    answers = ranks.run("checkpoint.on_ranks:handed_on", start, target=f"{tmp_path}/0", distributed=distributed, **options)
+    whole, files = answers[0][0], [answer[1] for answer in answers]
+    saved = layout(start, distributed)
+    for number, (now, optimizer) in enumerate(road):
+        places = dict(source=f"{tmp_path}/{number}", target=f"{tmp_path}/{number + 1}")
+        answers = ranks.run("checkpoint.on_ranks:handed_on", now, distributed=optimizer, saved=saved, **places, **options)
+        found = answers[0][0]
+        assert found.keys() == whole.keys() and len(whole) > 30
+        assert [name for name in whole if not torch.equal(whole[name], found[name])] == [], str(now)
+        saved = layout(now, optimizer)
+    assert [answer[1] for answer in answers] == files
+
+
+def layout(grid: Layout, distributed: bool) -> SavedLayout:
+    return SavedLayout(grid.size, grid.tensor, grid.pipeline, distributed)
