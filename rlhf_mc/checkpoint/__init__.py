@@ -7,18 +7,18 @@ May import all but stages/, train, launch and plan. Nothing here is pickled: ten
 from rlhf_mc.checkpoint.disk import CheckpointError, FileRecord, write_file, write_tensors
 from rlhf_mc.checkpoint.identity import check_same_run, identity, settings_record
 from rlhf_mc.checkpoint.origin import Origin, find_origin
-from rlhf_mc.checkpoint.saving import save
+from rlhf_mc.checkpoint.saving import Saving
 from rlhf_mc.checkpoint.snapshot import Snapshot
 
 __all__ = [
     "CheckpointError",
     "FileRecord",
     "Origin",
+    "Saving",
     "Snapshot",
     "check_same_run",
     "find_origin",
     "identity",
-    "save",
     "settings_record",
     "write_file",
     "write_tensors",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,19 +55,15 @@ def write_json(path: Path, content: object) -> FileRecord:
     return write_file(path, [json.dumps(content, indent=1).encode()])
 
 
-def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], on_host: Callable[[Tensor], Tensor], metadata: Mapping[str, str]
-) -> FileRecord:
-    """Writes float32 tensors as a safetensors file, one by one: no more of it than one tensor is in memory twice.
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
+    """Writes contiguous float32 tensors as a safetensors file, one by one: only of a tensor on a GPU there is a copy, while it is written.
 
-    on_host: the values of a tensor, contiguous in host memory; called when it is the tensor's turn.  Raises CheckpointError.
+    Raises CheckpointError.
     """
-    return write_file(path, _safetensors(tensors, on_host, metadata))
+    return write_file(path, _safetensors(tensors, metadata))
 
 
-def _safetensors(
-    tensors: Mapping[str, Tensor], on_host: Callable[[Tensor], Tensor], metadata: Mapping[str, str]
-) -> Iterator[bytes | memoryview]:
+def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
     """The format: 8 bytes with the length of the header, the header in JSON, the values in its order."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
@@ -79,7 +75,7 @@ def _safetensors(
     yield len(text).to_bytes(8, "little")
     yield text
     for tensor in tensors.values():
-        yield memoryview(on_host(tensor).reshape(-1).view(torch.uint8).numpy())
+        yield memoryview(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
 
 
 def record_of(path: Path) -> FileRecord:

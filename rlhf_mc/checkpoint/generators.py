@@ -17,8 +17,8 @@ from rlhf_mc.checkpoint.disk import FileRecord, write_json
 from rlhf_mc.parallel.world import World
 
 
-def write_generators(world: World, directory: Path) -> FileRecord:
-    """Writes the states of this rank's generators. Raises CheckpointError."""
+def generator_states(world: World) -> dict[str, Any]:
+    """The states of this rank's generators now."""
     kind, numbers, position, has_gauss, gauss = numpy.random.get_state()
     states: dict[str, Any] = {
         "python": random.getstate(),
@@ -28,7 +28,12 @@ def write_generators(world: World, directory: Path) -> FileRecord:
     }
     if not world.on_cpu:
         states["cuda"] = _text(torch.cuda.get_rng_state(world.device))
-    return write_json(directory / _file_name(world.rank), states)
+    return states
+
+
+def write_generators(states: dict[str, Any], rank: int, directory: Path) -> FileRecord:
+    """Writes the states of a rank's generators. Raises CheckpointError."""
+    return write_json(directory / _file_name(rank), states)
 
 
 def read_generators(world: World, directory: Path, rank: int) -> None:

@@ -58,9 +58,10 @@ class SavedShards:
             flat[place["start"] : place["start"] + values.numel()] = values.reshape(-1)
         return flat.view(shape)
 
-    def scalar(self, number: int, name: str, kind: str) -> Tensor:
-        """A number that is the same for all elements of a parameter."""
-        return next(self._parts(number, name, kind))[0]
+    def scalar(self, kind: str) -> Tensor:
+        """A number that is the same for all parameters: how often all of them were stepped."""
+        number, piece = next(iter(self._pieces.values()))[0]
+        return next(self._parts(number, piece.param, kind))[0]
 
     def _parts(self, number: int, name: str, kind: str) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """(values, their place in the shard) of each rank that has a part of it."""
@@ -85,12 +86,10 @@ def values_for(model: Resident, directory: Path, saved: Layout) -> Callable[[Ste
 
 def _values(shards: SavedShards, mine: dict[str, list[Piece]], wanted: Stepped, kind: str) -> Tensor:
     target = wanted.tensor(kind)
-    pieces = mine.get(wanted.name, [])
     if not target.dim():
-        number, source = shards.sources(pieces[0])[0]
-        return shards.scalar(number, source.param, kind)
+        return shards.scalar(kind)
     whole = torch.zeros(wanted.shape)  # rows that pad the vocabulary are in no piece, and are zero
-    for piece in pieces:
+    for piece in mine.get(wanted.name, []):
         for number, source in shards.sources(piece):
             _copy_overlap(whole, piece, source, lambda: shards.shard(number, source.param, kind))
     return whole.reshape(-1)[wanted.start : wanted.start + target.numel()].view(target.shape)

@@ -5,10 +5,12 @@ That is all of a role: its 16-bit params are the main params, rounded. Between r
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from rlhf_mc.checkpoint.disk import FileRecord, write_tensors
 from rlhf_mc.checkpoint.layout import Layout
@@ -18,21 +20,31 @@ from rlhf_mc.models.stepped import Stepped, stepped
 from rlhf_mc.offload import Part, Residency
 
 
-def write_role(residency: Residency, role: Role, directory: Path) -> list[FileRecord]:
-    """Collective over the data-parallel group. Writes this rank's part of a trained role, if it has one, from the host copies.
+@dataclass(frozen=True)
+class RolePart:
+    """What a rank writes of a role. tensors: to be read from any thread until the role's next update; none where others write."""
 
-    Raises CheckpointError.
-    """
+    file: str
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+    def write(self, directory: Path) -> list[FileRecord]:
+        """Writes the file, if there is something in it. Raises CheckpointError."""
+        return [write_tensors(directory / self.file, self.tensors, self.metadata)] if self.tensors else []
+
+
+def part_of(residency: Residency, role: Role) -> RolePart:
+    """Collective over the data-parallel group. This rank's part of a trained role."""
     model = residency.state(role).model
     shards = stepped(model) if _source_rank(model) == model.world.rank else []
-    tensors = {f"{shard.name}:{kind}": shard.tensor(kind) for shard in shards for kind in shard.kinds}
-    with residency.readable(role) as on_host:
-        return [write_tensors(directory / file_name(role, model.world.rank), tensors, on_host, describe(shards))] if tensors else []
+    names = [f"{shard.name}:{kind}" for shard in shards for kind in shard.kinds]
+    sources = residency.sources(role, [shard.tensor(kind) for shard in shards for kind in shard.kinds])
+    return RolePart(file_name(role, model.world.rank), dict(zip(names, sources, strict=True)), describe(shards))
 
 
 @torch.no_grad()
 def read_role(residency: Residency, role: Role, directory: Path, saved: Layout) -> None:
-    """Collective over the data-parallel group. Makes a trained role what it was when all ranks of the layout `saved` wrote it."""
+    """Collective over the data-parallel group. Makes a trained role what it was when all ranks of the layout `saved` wrote their parts."""
     with residency.on_device(role, Part.PARAMS | Part.MAIN_PARAMS | Part.OPTIMIZER) as model:
         shards = stepped(model)
         if _layout_of(model) == saved:

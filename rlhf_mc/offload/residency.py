@@ -6,9 +6,8 @@ Gradients are only ever freed. What the host has already is freed without a copy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -154,21 +153,22 @@ class Residency:
             release_residue(self._world.device)
         self.assert_as_expected()
 
-    @contextmanager
-    def readable(self, role: Role) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Inside, gives the values of any tensor of the role's params, main params and moments, contiguous in host memory.
+    def sources(self, role: Role, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Where the values of these params, main params and moments of the role can be read, from another thread too, until its next update.
 
-        They are its host copy, with the device empty, and must not be changed. Where copies are shared, the params are read off the
-        device: collective over the data-parallel group then. Without offload everything is.
+        They are its host copies, with the device empty now; without offload, the tensors themselves. Where host copies are shared, the
+        params come to the device, and are copied: collective over the data-parallel group then.
         """
+        if not self.enabled:
+            return [tensor.detach() for tensor in tensors]
         if self._shared_by is None:
             self.all_off()
-            yield partial(self._on_host, role)
-        else:
-            with self.on_device(role, Part.PARAMS):
-                yield partial(self._on_host, role)
+            return [self._host_copy(role, tensor) for tensor in tensors]
+        with self.on_device(role, Part.PARAMS):
+            return [self._host_copy(role, tensor) for tensor in tensors]
 
-    def _on_host(self, role: Role, tensor: Tensor) -> Tensor:
+    def _host_copy(self, role: Role, tensor: Tensor) -> Tensor:
+        """The place of `tensor` in the role's host copies; a copy of it, if it is on the device."""
         holdings = (holding for key, holding in self._holdings.items() if key[0] is role)
         piece = next(piece for holding in holdings for piece in holding.pieces() if piece.arena.key == storage_key(tensor))
         if piece.arena.present:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_mc.checkpoint import FileRecord, save, settings_record
-from rlhf_mc.checkpoint.generators import read_generators, write_generators
+from rlhf_mc.checkpoint import FileRecord, Saving, settings_record
+from rlhf_mc.checkpoint.generators import generator_states, read_generators, write_generators
 from rlhf_mc.checkpoint.layout import Layout
-from rlhf_mc.checkpoint.roles import read_role, write_role
+from rlhf_mc.checkpoint.roles import part_of, read_role
 from rlhf_mc.models.role import Role
 from rlhf_mc.offload.text import readable
 from rlhf_mc.pipeline.dispatch import ResponseLengths
@@ -31,19 +30,38 @@ def begin(run: Run) -> dict[str, float]:
 
 
 def save_checkpoint(run: Run, done: int) -> None:
-    """Collective over all ranks. After `done` iterations, if it is time: a checkpoint; older ones than trainer.keep_last go.
+    """Collective over all ranks. After `done` iterations, if it is time: begins a checkpoint, which is written while others generate and score.
 
-    What the run has logged and dumped of these iterations is on the disk before. Raises CheckpointError on every rank where one cannot write.
+    What the run has logged and dumped of these iterations is on the disk before. Raises CheckpointError as finish_checkpoint does.
     """
     trainer = run.settings.trainer
     if not trainer.save_every or done % trainer.save_every:
         return
     finish_dump(run)
-    start = time.perf_counter()
+    finish_checkpoint(run)
     with run.clock.stage("save_checkpoint"):
-        num_bytes = save(run.world, checkpoints_of(run.settings), done, trainer.keep_last, _record(run), lambda aside: _write(run, aside))
-    seconds = time.perf_counter() - start
-    run.tracker.say(f"checkpoint after {done} iterations: {readable(num_bytes)} in {seconds:.1f} s")
+        parts = [part_of(run.residency, role) for role in trained_roles(run)]
+        states, trace, rank = generator_states(run.world), run.trace, run.world.rank
+
+        def write(directory: Path) -> list[FileRecord]:
+            with trace.span("checkpoint", track="disk"):
+                files = [file for part in parts for file in part.write(directory)]
+                return [*files, write_generators(states, rank, directory)]
+
+        run.saving = Saving(run.world, checkpoints_of(run.settings), done, _record(run), write, run.checkpoint_writer)
+
+
+def finish_checkpoint(run: Run) -> None:
+    """Collective over all ranks. The checkpoint that was begun is whole and found from here on; older ones than trainer.keep_last go.
+
+    Comes before the next update, which changes what is being written. Raises CheckpointError on every rank where one could not write.
+    """
+    if run.saving is None:
+        return
+    with run.clock.stage("finish_checkpoint"):
+        num_bytes = run.saving.publish(run.settings.trainer.keep_last)
+    run.tracker.say(f"checkpoint after {run.saving.iteration} iterations: {readable(num_bytes)}")
+    run.saving = None
 
 
 def trained_roles(run: Run) -> list[Role]:
@@ -51,14 +69,6 @@ def trained_roles(run: Run) -> list[Role]:
     if not run.settings.trainer.trains:
         return []
     return [Role.ACTOR, Role.CRITIC] + ([Role.MEDUSA] if run.trains_heads else [])
-
-
-def _write(run: Run, directory: Path) -> list[FileRecord]:
-    """Collective over the data-parallel group. This rank's files."""
-    files = [write_generators(run.world, directory)]
-    for role in trained_roles(run):
-        files += write_role(run.residency, role, directory)
-    return files
 
 
 def _record(run: Run) -> dict[str, Any]:
@@ -78,7 +88,7 @@ def _record(run: Run) -> dict[str, Any]:
 
 
 def _restore(run: Run, directory: Path, record: dict[str, Any]) -> None:
-    """Collective over all ranks. The opposite of `_write` and `_record`."""
+    """Collective over all ranks. The opposite of `save_checkpoint`."""
     saved, present = Layout(**record["layout"]), Layout.of(run.settings, run.world.size)
     if saved != present:
         run.tracker.say(f"from another layout, so equal within rounding only: saved on {saved}; now {present}")

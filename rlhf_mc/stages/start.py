@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.algorithms.kl import KLController
-from rlhf_mc.checkpoint import Origin, check_same_run, find_origin, identity
+from rlhf_mc.checkpoint import Origin, Saving, check_same_run, find_origin, identity
 from rlhf_mc.config import Settings
 from rlhf_mc.data import Encoder, PretrainText, PromptSource, check_same_vocabulary, load_tokenizer, read_rows
 from rlhf_mc.medusa.drafter import DraftModel, build_drafter
@@ -66,6 +66,7 @@ class Run:
     sampling: how the engine draws tokens, for the trainer's log-probs.  weight_version: updates of the actor or its heads so far.
     probe_seconds: what the trainer's pass over the probe took.  costs: what making the last experience took.
     lengths: of earlier responses.  loads: what each replica did in the last rollout.  hidden: what the heads train on next.
+    saving: the checkpoint that is being written.
     """
 
     settings: Settings
@@ -80,6 +81,7 @@ class Run:
     sampler: Sampler | None
     reward_pool: RewardPool
     dump_writer: BackgroundWriter
+    checkpoint_writer: BackgroundWriter
     sampling: Sampling
     drafter: DraftModel | None
     origin: Origin
@@ -93,6 +95,7 @@ class Run:
     lengths: ResponseLengths = field(default_factory=ResponseLengths)
     loads: list[ReplicaLoad] = field(default_factory=list)
     hidden: HiddenStates | None = None
+    saving: Saving | None = None
 
     @property
     def actor(self) -> RoleModel:
@@ -319,6 +322,7 @@ def start_ppo(settings: Settings, job: Job) -> Iterator[Run]:
             sampler=sampler,
             reward_pool=pool,
             dump_writer=stack.enter_context(BackgroundWriter()),
+            checkpoint_writer=stack.enter_context(BackgroundWriter()),
             sampling=Sampling(rollout.temperature, rollout.min_tokens, tuple(stops)),
             drafter=drafter,
             origin=origin,

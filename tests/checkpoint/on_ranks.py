@@ -13,18 +13,21 @@ from torch import Tensor
 from medusa.on_ranks import settings_of
 from offload.draft_heads import draft_heads
 from offload.on_ranks import HEADS, OPTIM, actor_and_critic, one_step, residency_of
-from rlhf_mc.checkpoint import CheckpointError, FileRecord, find_origin, save, write_file
-from rlhf_mc.checkpoint.generators import read_generators, write_generators
+from rlhf_mc.checkpoint import CheckpointError, FileRecord, Saving, find_origin, write_file
+from rlhf_mc.checkpoint.generators import generator_states, read_generators, write_generators
 from rlhf_mc.checkpoint.layout import Layout
-from rlhf_mc.checkpoint.roles import read_role, write_role
+from rlhf_mc.checkpoint.roles import part_of, read_role
 from rlhf_mc.medusa.drafter import build_drafter
 from rlhf_mc.models.role import Resident
 from rlhf_mc.models.stepped import stepped
 from rlhf_mc.offload import TRAINING, Part, Residency
 from rlhf_mc.offload.neighbours import neighbours
 from rlhf_mc.parallel.world import World
+from rlhf_mc.rollout_files import BackgroundWriter
 
 OF_HEADS = dict(num_heads=2, shared_output=False)
+VOCAB = 15
+OF_VOCABULARY = ("word_embeddings.weight", "output_layer.weight", "lm_heads.0.weight", "lm_heads.1.weight")
 
 
 def save_bytes(world: World, root: str, iteration: int, keep_last: int = 2, full_disk_of: int | None = None) -> str:
@@ -37,7 +40,8 @@ def save_bytes(world: World, root: str, iteration: int, keep_last: int = 2, full
         return [write_file(path, [b"iteration ", str(iteration).encode(), bytes(100_000)])]
 
     try:
-        save(world, Path(root), iteration, keep_last, {"iteration": iteration}, write)
+        with BackgroundWriter() as writer:
+            Saving(world, Path(root), iteration, {"iteration": iteration}, write, writer).publish(keep_last)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -91,11 +95,17 @@ def saved_and_read(
     def write(name: str) -> list[FileRecord]:
         path = Path(directory, name)
         path.mkdir(exist_ok=True)
-        return [record for model in models for record in write_role(residency, model.role, path)]
+        return [record for model in models for record in part_of(residency, model.role).write(path)]
 
     models, residency = make()
     train(models, residency, 2)
-    first, again = write("saved"), write("again")
+    parts = [part_of(residency, model.role) for model in models]
+    again = write("again")
+    for model in models:  # scoring goes on while a thread writes
+        with residency.on_device(model.role, Part.PARAMS):
+            pass
+    os.makedirs(Path(directory, "saved"), exist_ok=True)
+    first = [record for part in parts for record in part.write(Path(directory, "saved"))]
     at_save = state_of(models, residency)
     train(models, residency, 1)
     later = write("later")
@@ -124,7 +134,7 @@ def draws_after_reading(world: World, directory: str) -> bool:
 
     for _ in range(world.rank + 1):
         draw()
-    write_generators(world, Path(directory))
+    write_generators(generator_states(world), world.rank, Path(directory))
     expected = draw()
     random.seed(5), numpy.random.seed(5), torch.manual_seed(5)
     read_generators(world, Path(directory), world.rank)
@@ -134,19 +144,18 @@ def draws_after_reading(world: World, directory: str) -> bool:
 def handed_on(
     world: World, language: str, value: str, dtype: str, distributed: bool, target: str, source: str | None = None, saved: Layout | None = None
 ) -> tuple[dict[str, Tensor], list[FileRecord]]:
-    """Trained roles and draft heads, or those that another layout left at `source`, written to `target`: whole tensors, and the files."""
+    """Two roles and draft heads full of numbers, or what another layout left at `source`, written to `target`: whole tensors, and files."""
     models = actor_and_critic(world, language, value, dtype, distributed)
     models.append(build_drafter(settings_of(world, OF_HEADS, {}, dtype, distributed), models[0], trained=True))
     residency = residency_of(world, models)
-    if source is None:
-        train(models[:2], residency, 2)
-        with residency.on_device(models[2].role, TRAINING):
-            fill_with_numbers(models[2], residency)
-    else:
-        for model in models:
+    for model in models:
+        if source is None:
+            with residency.on_device(model.role, TRAINING):
+                fill_with_numbers(model, residency)
+        else:
             read_role(residency, model.role, Path(source), saved)
     os.makedirs(target, exist_ok=True)
-    files = [record for model in models for record in write_role(residency, model.role, Path(target))]
+    files = [record for model in models for record in part_of(residency, model.role).write(Path(target))]
     whole: dict[str, Tensor] = {}
     for model in models:
         with residency.on_device(model.role, Part.PARAMS):
@@ -156,12 +165,15 @@ def handed_on(
 
 @torch.no_grad()
 def fill_with_numbers(model: Resident, residency: Residency) -> None:
-    """Another number for each element that is stepped, as training would leave it; padded rows stay zero."""
+    """Another number for each element that is stepped, alike where ranks hold the same; rows that pad the vocabulary stay zero."""
     for shard in stepped(model):
+        elements = torch.arange(shard.start, shard.start + shard.main.numel())
+        split = len(shard.shape) == 2 and shard.shape[0] > 1
+        rows = elements // shard.shape[-1] + model.world.grid.tensor_rank * shard.shape[0]
+        is_real = rows < VOCAB if split and shard.name.endswith(OF_VOCABULARY) else torch.ones_like(elements)
         for kind in shard.kinds:
-            tensor = shard.tensor(kind)
-            numbers = torch.arange(shard.start, shard.start + tensor.numel()) % 251 + len(kind) + model.world.grid.tensor_rank
-            rows = torch.arange(shard.start, shard.start + tensor.numel()) // shard.shape[-1]
-            tensor.copy_((numbers * (rows < 32) if tensor.dim() else torch.tensor(7)).view(tensor.shape))
+            numbers = (elements % 251 + len(kind) + (7 * model.world.grid.tensor_rank if split else 0)) * is_real
+            target = shard.tensor(kind)
+            target.copy_(numbers.view(target.shape) if target.dim() else torch.tensor(7))
     residency.state(model.role).rebuild_params()
     model.version += 1
