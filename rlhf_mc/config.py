@@ -474,7 +474,7 @@ class Trainer:
         _check(self.iterations >= 0, f"{key}.iterations: {self.iterations} is negative")
         _check(self.evaluate_every >= 0, f"{key}.evaluate_every: {self.evaluate_every} is negative; 0: only before and after")
         _check(self.save_every >= 0, f"{key}.save_every: {self.save_every} is negative; 0: no checkpoints")
-        _check(self.keep_last >= 1, f"{key}.keep_last: {self.keep_last} would leave no checkpoint; keep 1 or more, or set {key}.save_every=0")
+        _check(self.keep_last >= 1, f"{key}.keep_last: {self.keep_last} leaves no checkpoint; keep 1 or more, or set {key}.save_every=0")
         _check(self.trace_iterations >= 0, f"{key}.trace_iterations: {self.trace_iterations} is negative; 0: no traces")
 
 

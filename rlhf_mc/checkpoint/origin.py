@@ -33,7 +33,9 @@ def find_origin(world: World, root: Path, resume: str, iterations: int) -> Origi
     """
     names = from_first(world, lambda: [path.name for path in published(root)])
     if names and resume == "never":
-        raise ConfigError(f"trainer.resume: never, but {root} holds checkpoints of a run; set trainer.resume=auto, or another trainer.output_dir")
+        raise ConfigError(
+            f"trainer.resume: never, but {root} holds checkpoints of a run; set trainer.resume=auto, or name another trainer.output_dir"
+        )
     messages: list[str] = []
     for name in names:
         fault = _fault(world, root / name)
@@ -50,7 +52,8 @@ def find_origin(world: World, root: Path, resume: str, iterations: int) -> Origi
 def _where(snapshot: Snapshot, iterations: int) -> str:
     done = snapshot.iteration
     if done >= iterations:
-        return f"nothing is left to train: all {iterations} iterations are done in {snapshot.directory}; only the end of the run is made again"
+        left = "only the end of the run is made again"
+        return f"nothing is left to train: all {iterations} iterations are done in {snapshot.directory}; {left}"
     return f"resumes from {snapshot.directory}: {done} of {iterations} iterations are done"
 
 

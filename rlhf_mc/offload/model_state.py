@@ -81,7 +81,7 @@ class ModelState:
         return RoleBytes({part: self.num_bytes(part) for part in TRAINING}, derived)
 
     def rebuild_params(self) -> None:
-        """Collective over the data-parallel group (with the distributed optimizer). Sets all params from what this rank and the others step.
+        """Collective over the data-parallel group (with the distributed optimizer). Sets all params from what the ranks step.
 
         The bits are those that the last update left: that is how it made them, and loading weights sets both.
         """

@@ -154,7 +154,7 @@ class Residency:
         self.assert_as_expected()
 
     def sources(self, role: Role, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Where the values of these params, main params and moments of the role can be read, from another thread too, until its next update.
+        """Where these params, main params and moments of the role can be read, from another thread too, until its next update.
 
         They are its host copies, with the device empty now; without offload, the tensors themselves. Where host copies are shared, the
         params come to the device, and are copied: collective over the data-parallel group then.

@@ -30,7 +30,7 @@ def begin(run: Run) -> dict[str, float]:
 
 
 def save_checkpoint(run: Run, done: int) -> None:
-    """Collective over all ranks. After `done` iterations, if it is time: begins a checkpoint, which is written while others generate and score.
+    """Collective over all ranks. After `done` iterations, if it is time: begins a checkpoint, which is written beside the next rollout.
 
     What the run has logged and dumped of these iterations is on the disk before. Raises CheckpointError as finish_checkpoint does.
     """

@@ -142,7 +142,14 @@ def draws_after_reading(world: World, directory: str) -> bool:
 
 
 def handed_on(
-    world: World, language: str, value: str, dtype: str, distributed: bool, target: str, source: str | None = None, saved: Layout | None = None
+    world: World,
+    language: str,
+    value: str,
+    dtype: str,
+    distributed: bool,
+    target: str,
+    source: str | None = None,
+    saved: Layout | None = None,
 ) -> tuple[dict[str, Tensor], list[FileRecord]]:
     """Two roles and draft heads full of numbers, or what another layout left at `source`, written to `target`: whole tensors, and files."""
     models = actor_and_critic(world, language, value, dtype, distributed)

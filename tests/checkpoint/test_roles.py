@@ -34,11 +34,11 @@ def test_generators_go_on(ranks, tmp_path):
     assert ranks.run("checkpoint.on_ranks:draws_after_reading", Layout(data=2), directory=str(tmp_path)) == [True, True]
 
 
-ONE = Layout()
+ONE, TP2 = Layout(), Layout(tensor=2)
 ROADS = [
-    (Layout(data=2), True, [(Layout(tensor=2), True), (ONE, False), (Layout(pipeline=2), True), (Layout(data=2), True)]),
-    (Layout(tensor=2), False, [(Layout(pipeline=2), True), (Layout(data=2), False), (Layout(tensor=2, pipeline=2), True), (Layout(tensor=2), False)]),
-]  # fmt: skip
+    (Layout(data=2), True, [(TP2, True), (ONE, False), (Layout(pipeline=2), True), (Layout(data=2), True)]),
+    (TP2, False, [(Layout(pipeline=2), True), (Layout(data=2), False), (Layout(tensor=2, pipeline=2), True), (TP2, False)]),
+]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
