@@ -460,6 +460,9 @@ class Trainer:
     device: Literal["auto", "cpu", "cuda"] = "auto"  #: auto: CUDA where there is one
     dtype: Literal["fp32", "bf16"] = "bf16"  #: of parameters and activations; main params are fp32
     evaluate_every: int = 0  #: iterations between evaluations; 0: before and after only
+    save_every: int = 0  #: train: iterations between checkpoints in output_dir/checkpoints; 0: none
+    keep_last: int = 2  #: checkpoints that stay; older ones are removed
+    resume: Literal["auto", "never"] = "auto"  #: auto: go on from the newest whole checkpoint in output_dir
     num_sample_rows: int = 8  #: rows of the sample table
     trace_iterations: int = 2  #: iterations before the present one kept for output_dir/trace/rank*.json; 0: no traces
     trust_remote_code: bool = False  #: run Python code that a model directory brings
@@ -487,6 +490,8 @@ class Trainer:
     def check(self, key: str) -> None:
         _check(self.iterations >= 0, f"{key}.iterations: {self.iterations} is negative")
         _check(self.evaluate_every >= 0, f"{key}.evaluate_every: {self.evaluate_every} is negative; 0: only before and after")
+        _check(self.save_every >= 0, f"{key}.save_every: {self.save_every} is negative; 0: no checkpoints")
+        _check(self.keep_last >= 1, f"{key}.keep_last: {self.keep_last} leaves no checkpoint; keep 1 or more, or set {key}.save_every=0")
         _check(self.trace_iterations >= 0, f"{key}.trace_iterations: {self.trace_iterations} is negative; 0: no traces")
 
 

@@ -24,6 +24,7 @@ def ppo(settings: Settings) -> None:
         serve(settings, job)
         sys.exit(0)  # not by way of leaving megatron's world, in which this rank never was
 
+    from rlhf_mc.stages.checkpoint import begin, save_checkpoint
     from rlhf_mc.stages.dump import dump
     from rlhf_mc.stages.evaluate import evaluate, sample_rows
     from rlhf_mc.stages.finish import finish
@@ -36,8 +37,8 @@ def ppo(settings: Settings) -> None:
 
     trainer = settings.trainer
     with start_ppo(settings, job) as run:
-        before = evaluate(run, iteration=0)
-        for iteration in range(trainer.iterations):
+        before = begin(run)
+        for iteration in range(run.origin.iteration, trainer.iterations):
             metrics: dict[str, float] = {}
             if trainer.generates:
                 metrics |= sync_weights(run)
@@ -51,6 +52,7 @@ def ppo(settings: Settings) -> None:
                 metrics |= evaluate(run, iteration + 1)
             run.tracker.samples(iteration, sample_rows(run, experience), show=iteration == 0)
             run.tracker.log(iteration, metrics | iteration_metrics(run, experience))
+            save_checkpoint(run, iteration + 1)
         finish(run, before, after=evaluate(run, trainer.iterations))
 
 

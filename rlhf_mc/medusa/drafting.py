@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
-from rlhf_mc.medusa.draft_length import DraftSchedule, DraftStatistics, changes, choose, fixed, metrics
+from rlhf_mc.medusa.draft_length import DraftSchedule, DraftStatistics, Plan, changes, choose, fixed, metrics
 
 
 class Drafting:
@@ -41,6 +43,25 @@ class Drafting:
             return {}
         found = metrics(self._last, self._history)
         return found if self._change is None else found | {"medusa/acceptance_change": self._change}
+
+    def state(self) -> dict[str, Any]:
+        """All that was measured and chosen, as JSON has it."""
+        return {
+            "history": self._history.numbers(),
+            "last": None if self._last is None else self._last.numbers(),
+            "change": self._change,
+            "first_metrics": self._first_metrics,
+            "schedule": asdict(self.schedule),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from the `state` of a run with as many heads and the same setting."""
+        last, plans = state["last"], state["schedule"]["plans"]
+        self._history = DraftStatistics.from_numbers(self._history.num_heads, state["history"])
+        self._last = None if last is None else DraftStatistics.from_numbers(self._history.num_heads, last)
+        self._change, self._first_metrics = state["change"], state["first_metrics"]
+        plans = tuple(Plan(**(plan | {"untried": tuple(plan["untried"])})) for plan in plans)
+        self.schedule = DraftSchedule(plans, state["schedule"]["rollout"])
 
     def summary(self) -> dict[str, tuple[float | None, float | None]]:
         """What a run ends with: of the first rollout with drafts and the last rollout, by name; {} where there was none."""

@@ -29,6 +29,12 @@ FAMILIES = {
 VOCAB_PADDING = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE
 
 
+def padded_rows(vocab: int, tensor_parallel: int) -> int:
+    """Rows of an embedding of `vocab` tokens in the trainer: padded as vLLM pads, so that shards of both begin at the same rows."""
+    unit = math.lcm(VOCAB_PADDING, tensor_parallel)
+    return -(-vocab // unit) * unit
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes and switches of one model. `ffn` is the width of the gated MLP, `head_dim` of one attention head.
@@ -79,9 +85,8 @@ class ModelShape:
         )
 
     def padded_vocab(self, tensor_parallel: int) -> int:
-        """Rows of the embedding in the trainer: padded as vLLM pads, so that shards of both begin at the same rows."""
-        unit = math.lcm(VOCAB_PADDING, tensor_parallel)
-        return -(-self.vocab // unit) * unit
+        """Rows of the embedding in the trainer."""
+        return padded_rows(self.vocab, tensor_parallel)
 
     def check_layout(self, tensor: int, pipeline: int, key: str) -> None:
         """Raises ConfigError where the model cannot be split `tensor` x `pipeline` ways."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from megatron.core.optimizer.optimizer import FP32Optimizer
 from torch import Tensor
 
 from rlhf_mc.models.optimizer import megatron_parts, torch_optimizers
@@ -80,13 +81,14 @@ class ModelState:
         return RoleBytes({part: self.num_bytes(part) for part in TRAINING}, derived)
 
     def rebuild_params(self) -> None:
-        """Collective over the copies of the shard (with the distributed optimizer). Sets the derived params from the main params.
+        """Collective over the copies of the shard (with the distributed optimizer). Sets all params from what the ranks step.
 
         The bits are those that the last update left: that is how it made them, and loading weights sets both.
         """
         with torch.no_grad():
             for optimizer in megatron_parts(self.model.optimizer):
-                optimizer._copy_main_params_to_model_params()
+                if not isinstance(optimizer, FP32Optimizer):  # which steps the params themselves
+                    optimizer._copy_main_params_to_model_params()
             if self.model.ddp.ddp_config.use_distributed_optimizer and self.model.world.grid.copies > 1:
                 self.model.ddp.start_param_sync(force_sync=True)
 

@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch import Tensor
 
 from rlhf_mc.models.role import Resident, Role
+from rlhf_mc.offload.arena import storage_key
 from rlhf_mc.offload.holding import Holding
 from rlhf_mc.offload.layout import CHUNK_BYTES
 from rlhf_mc.offload.ledger import Ledger
@@ -150,6 +152,29 @@ class Residency:
             self.ledger.visited(EMPTY)
             release_residue(self._world.device)
         self.assert_as_expected()
+
+    def sources(self, role: Role, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Where these params, main params and moments of the role can be read, from another thread too, until its next update.
+
+        They are its host copies, with the device empty now; without offload, the tensors themselves. Where host copies are shared, the
+        params come to the device, and are copied: collective over the data-parallel group then.
+        """
+        if not self.enabled:
+            return [tensor.detach() for tensor in tensors]
+        if self._shared_by is None:
+            self.all_off()
+            return [self._host_copy(role, tensor) for tensor in tensors]
+        with self.on_device(role, Part.PARAMS):
+            return [self._host_copy(role, tensor) for tensor in tensors]
+
+    def _host_copy(self, role: Role, tensor: Tensor) -> Tensor:
+        """The place of `tensor` in the role's host copies; a copy of it, if it is on the device."""
+        holdings = (holding for key, holding in self._holdings.items() if key[0] is role)
+        piece = next(piece for holding in holdings for piece in holding.pieces() if piece.arena.key == storage_key(tensor))
+        if piece.arena.present:
+            return tensor.detach().to("cpu", copy=True)
+        start = tensor.storage_offset() * tensor.element_size()
+        return piece.host[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def assert_as_expected(self) -> None:
         """Compares every storage with what should be there. Raises ResidencyError with the table where they differ."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -108,6 +109,18 @@ class ResponseLengths:
         firsts = dict(zip(reversed(rollout.groups.tolist()), reversed(range(len(rollout)))))
         for group, first in firsts.items():
             self._of_prompt[tuple(rollout.prompt(first))] = float(means[group])
+
+    def state(self) -> dict[str, Any]:
+        """All that is remembered, as JSON has it."""
+        return {"mean": self._mean, "of_prompt": [[list(tokens), length] for tokens, length in self._of_prompt.items()]}
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any]) -> ResponseLengths:
+        """What has this `state`."""
+        lengths = ResponseLengths()
+        lengths._mean = state["mean"]
+        lengths._of_prompt = {tuple(tokens): length for tokens, length in state["of_prompt"]}
+        return lengths
 
 
 def gather_completions(

@@ -15,7 +15,7 @@ class BackgroundWriter:
     """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-writer")
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer")
         self._job: Future[None] | None = None
 
     def __enter__(self) -> Self:

@@ -8,6 +8,7 @@ import torch
 
 from rlhf_mc.models.role import Role
 from rlhf_mc.offload import Part
+from rlhf_mc.stages.checkpoint import finish_checkpoint
 from rlhf_mc.stages.dump import finish_dump
 from rlhf_mc.stages.start import Run
 from rlhf_mc.tracking import Comparison
@@ -16,10 +17,11 @@ from rlhf_mc.tracking import Comparison
 def finish(run: Run, before: dict[str, float], after: dict[str, float]) -> None:
     """Collective over all ranks. Actor and critic, if trained, as Hugging Face directories; the ledger, the residue, before and after.
 
-    The last dump is complete by then.
+    The last dump and the last checkpoint are complete by then.
     """
     settings, output = run.settings, Path(run.settings.trainer.output_dir)
     finish_dump(run)
+    finish_checkpoint(run)
     for role in (Role.ACTOR, Role.CRITIC) if settings.trainer.trains else ():
         with run.clock.stage("save"), run.residency.on_device(role, Part.PARAMS):
             run.roles[role].save(str(output / role.value))

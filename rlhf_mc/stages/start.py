@@ -10,6 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.algorithms.kl import KLController
+from rlhf_mc.checkpoint import Origin, Saving, check_same_run, find_origin, identity
 from rlhf_mc.config import Settings
 from rlhf_mc.data import Encoder, PretrainText, PromptSource, check_same_vocabulary, load_tokenizer, read_rows
 from rlhf_mc.medusa.drafter import DraftModel
@@ -57,15 +58,17 @@ class Sources:
 
 @dataclass
 class Run:
-    """One run on this rank. What changes from iteration to iteration: the last seven, and what the models hold.
+    """One run on this rank. What changes from iteration to iteration: all from kl on, and what the models hold.
 
     roles: the models by role; the reward model is absent where only functions pay, and with the reference where the run
     makes no experience: then reward_pool is empty. The critic is absent where only draft heads are trained.
     sampler: None where the run generates nothing.
+    origin: where the run begins.  identity: hashes of models and data, where it saves or goes on.  before: the first evaluation.
     drafter: the actor's draft heads, None without.  drafting: how many tokens the engines draft.
     sampling: how the engine draws tokens, for the trainer's log-probs.  weight_version: updates of the actor or its heads so far.
     probe_seconds: what the trainer's pass over the probe took.  costs: what making the last experience took.
     lengths: of earlier responses.  loads: what each replica did in the last rollout.  hidden: what the heads train on next.
+    saving: the checkpoint that is being written.
     """
 
     settings: Settings
@@ -80,16 +83,21 @@ class Run:
     sampler: Sampler | None
     reward_pool: RewardPool
     dump_writer: BackgroundWriter
+    checkpoint_writer: BackgroundWriter
     sampling: Sampling
     drafter: DraftModel | None
+    origin: Origin
+    identity: dict[str, str]
     drafting: Drafting
     kl: KLController
+    before: dict[str, float] = field(default_factory=dict)
     weight_version: int = 0
     probe_seconds: float = 0.0
     costs: Costs | None = None
     lengths: ResponseLengths = field(default_factory=ResponseLengths)
     loads: list[ReplicaLoad] = field(default_factory=list)
     hidden: HiddenStates | None = None
+    saving: Saving | None = None
 
     @property
     def actor(self) -> RoleModel:
@@ -173,6 +181,29 @@ def check_models(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> None
             check_same_vocabulary(tokenizer, other, "actor.path", key)
 
 
+def checkpoints_of(settings: Settings) -> Path:
+    """Where the checkpoints of a run are."""
+    return Path(settings.trainer.output_dir, "checkpoints")
+
+
+def _find_origin(settings: Settings, world: World) -> tuple[Origin, dict[str, str]]:
+    """Collective over all ranks. Where the run begins, and the hashes of its models and data; {} where it has no use for them.
+
+    Raises ConfigError on every rank where the newest checkpoint that is whole is of another run.
+    """
+    trainer = settings.trainer
+    origin = find_origin(world, checkpoints_of(settings), trainer.resume, trainer.iterations)
+    if origin.snapshot is None and not trainer.save_every:
+        return origin, {}
+    sources = {f"{role.value}.path": [path] for role, path in role_paths(settings).items()}
+    sources |= {"data.train": settings.data.train, "data.ptx": settings.data.ptx}
+    sources["medusa.path"] = [settings.medusa.path] if settings.medusa.path else []
+    found = identity(world, sources)
+    if origin.snapshot is not None:
+        check_same_run(origin.snapshot, settings, found)
+    return origin, found
+
+
 def _build_roles(
     settings: Settings, world: World, tracker: Tracker, trace: Trace
 ) -> tuple[dict[Role, RoleModel], DraftModel | None, Residency]:
@@ -216,6 +247,16 @@ def _build_sampler(
     return ColocatedSampler(grid, plan_weight_sync(actor, grid, heads), world, probe, steps, engine, trace)
 
 
+def _open_tracker(settings: Settings, world: World, origin: Origin) -> Tracker:
+    """A run that has checkpoints writes on where the one that it goes on from stopped, in files and in wandb; another one appends."""
+    trainer, snapshot = settings.trainer, origin.snapshot
+    start = origin.iteration if snapshot or trainer.save_every else None
+    tracker = Tracker(settings, world.rank, trainer.iterations, start, snapshot and snapshot.record["wandb_run_id"])
+    for message in origin.messages:
+        tracker.say(message)
+    return tracker
+
+
 def _say_mode(settings: Settings, tracker: Tracker) -> None:
     """What a run that is not a whole PPO leaves out."""
     without = {
@@ -248,7 +289,8 @@ def start_ppo(settings: Settings, job: Job) -> Iterator[Run]:
         world, bridge = join_job(settings, job)
         if trainer.generates and bridge is None:
             check_memory(rollout, RolloutGrid(world.grid, rollout.tensor_parallel))
-        tracker = stack.enter_context(Tracker(settings, world.rank, trainer.iterations))
+        origin, hashes = _find_origin(settings, world)
+        tracker = stack.enter_context(_open_tracker(settings, world, origin))
         _say_mode(settings, tracker)
         sources.report(tracker)
         engines = f" and {job.num_engines} for engines" if job.num_engines else ""
@@ -274,8 +316,11 @@ def start_ppo(settings: Settings, job: Job) -> Iterator[Run]:
             sampler=sampler,
             reward_pool=pool,
             dump_writer=stack.enter_context(BackgroundWriter()),
+            checkpoint_writer=stack.enter_context(BackgroundWriter()),
             sampling=Sampling(rollout.temperature, rollout.min_tokens, tuple(stops)),
             drafter=drafter,
+            origin=origin,
+            identity=hashes,
             drafting=Drafting(settings.medusa.num_heads if drafter is not None else 0, settings.medusa.drafted_tokens),
             kl=KLController.from_settings(settings.algorithm.kl),
         )

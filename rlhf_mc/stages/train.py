@@ -16,6 +16,7 @@ from rlhf_mc.models.loss import Loss, LossSum
 from rlhf_mc.models.passes import accumulate_gradients, update, zero_gradients
 from rlhf_mc.models.role import Role, RoleModel
 from rlhf_mc.offload import TRAINING, Part, Visit
+from rlhf_mc.stages.checkpoint import finish_checkpoint
 from rlhf_mc.stages.start import Run
 
 POLICY_STATS = ("pg_loss", "ppo_kl", "ratio", "pg_clipfrac", "pg_clipfrac_lower", "ratio_clipped_low", "ratio_clipped_high", "entropy")
@@ -48,6 +49,7 @@ def _learning_rate(run: Run, section: Actor | Critic, step: int) -> float:
 
 def train(run: Run, experience: Experience, iteration: int) -> dict[str, float]:
     """Collective over all ranks. Critic, then actor (which rests while the critic warms up), then its draft heads; metrics of all."""
+    finish_checkpoint(run)
     with run.clock.stage("update_critic"), run.residency.on_device(Role.CRITIC, TRAINING):
         metrics = train_critic(run, experience, iteration)
     rests = iteration < run.settings.critic.warmup_iterations

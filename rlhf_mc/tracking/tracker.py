@@ -22,14 +22,15 @@ from rlhf_mc.tracking.wandb_run import WandbRun, resolve_mode
 class Tracker:
     """Writes a run down, in `trainer.output_dir`: config.yaml, metrics.jsonl, samples.jsonl, summary.json, wandb.
 
-    Use as a context manager, so that an error marks the wandb run as failed and its process ends. A resumed run
-    appends: of two lines in metrics.jsonl with the same iteration, the later one holds.
+    Use as a context manager, so that an error marks the wandb run as failed and its process ends.
 
     settings: the resolved ones, saved with the run; the sections trainer and wandb are read here.
-    total, start: iterations of the whole run and those already done, for the progress bar.
+    total: iterations of the whole run.  start: those already done; what the files say of later ones is dropped. None: the
+    files are appended to, and of two lines in metrics.jsonl with the same iteration, the later one holds.
+    wandb_run_id: of the run that goes on; None: the one in output_dir, or a new one.
     """
 
-    def __init__(self, settings: Settings, rank: int, total: int, start: int = 0) -> None:
+    def __init__(self, settings: Settings, rank: int, total: int, start: int | None = None, wandb_run_id: str | None = None) -> None:
         self.output_dir = Path(settings.trainer.output_dir)
         self._is_writer = rank == 0
         self._start_seconds = time.monotonic()
@@ -38,19 +39,22 @@ class Tracker:
         self._wandb: WandbRun | None = None
         self._bar: tqdm | None = None
         if self._is_writer:
-            self._open(settings, total, start)
+            self._open(settings, total, start, wandb_run_id)
 
-    def _open(self, settings: Settings, total: int, start: int) -> None:
+    def _open(self, settings: Settings, total: int, start: int | None, wandb_run_id: str | None) -> None:
         mode = resolve_mode(settings.wandb.mode)
         self.output_dir.mkdir(parents=True, exist_ok=True)
         (self.output_dir / "config.yaml").write_text(to_yaml(settings), encoding="utf-8")
+        if start is not None:
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                _drop_lines(self.output_dir / name, start)
         self._metrics_file = open(self.output_dir / "metrics.jsonl", "a")
         self._summary = SummaryTable()
         if mode != "disabled":
-            self._wandb = WandbRun(settings, mode, self.output_dir)
+            self._wandb = WandbRun(settings, mode, self.output_dir, wandb_run_id)
             self.say(f"wandb: {mode}, run {self._wandb.id}, {self._wandb.place}")
         if sys.stderr.isatty():
-            self._bar = tqdm(total=total, initial=start, unit="it", dynamic_ncols=True)
+            self._bar = tqdm(total=total, initial=start or 0, unit="it", dynamic_ncols=True)
 
     def __enter__(self) -> Self:
         return self
@@ -146,6 +150,23 @@ class Tracker:
             sys.stdout.flush()
         else:
             print(text, flush=True)
+
+
+def _drop_lines(path: Path, start: int) -> None:
+    """Keeps the lines of iterations before `start`; a line that was not written to its end goes too. The file is whole at any time."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    aside = path.with_suffix(".partial")
+    aside.write_text("".join(line for line in lines if _iteration_of(line, start) < start), encoding="utf-8")
+    aside.replace(path)
+
+
+def _iteration_of(line: str, otherwise: int) -> int:
+    try:
+        return int(json.loads(line)["iteration"])
+    except ValueError:
+        return otherwise
 
 
 def _metrics_line(iteration: int, metrics: Mapping[str, float]) -> str:

@@ -24,11 +24,12 @@ class WandbRun:
     rise: what a resumed run repeats below the last step that an online run has seen is dropped by the server.
     """
 
-    def __init__(self, settings: Settings, mode: Mode, output_dir: Path) -> None:
+    def __init__(self, settings: Settings, mode: Mode, output_dir: Path, run_id: str | None = None) -> None:
+        """run_id: of a run that goes on; None: the one kept in `output_dir`."""
         import wandb
 
         about = settings.wandb
-        self.id = kept_run_id(output_dir)
+        self.id = kept_run_id(output_dir, run_id)
         self._make_table = wandb.Table
         self._run = wandb.init(
             project=about.project,
@@ -95,11 +96,11 @@ def has_api_key() -> bool:
         return False
 
 
-def kept_run_id(output_dir: Path) -> str:
-    """The id in `output_dir/wandb_run_id`; made and written there the first time."""
+def kept_run_id(output_dir: Path, run_id: str | None = None) -> str:
+    """The id in `output_dir/wandb_run_id`; where none is there, `run_id`, or a new one, is written there."""
     path = output_dir / "wandb_run_id"
     if path.exists() and (kept := path.read_text().strip()):
         return kept
-    made = secrets.token_hex(8)
+    made = run_id or secrets.token_hex(8)
     path.write_text(made + "\n")
     return made

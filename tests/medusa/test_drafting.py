@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from medusa.rollouts import Device, roll_out
 
@@ -53,6 +55,15 @@ def test_acceptance_against_the_rollout_before_and_the_first_against_the_last() 
     last = drafting.metrics()["medusa/acceptance/position_1"]
     assert drafting.metrics()["medusa/acceptance_change"] == pytest.approx(last - first) and last < first - 0.2
     assert drafting.summary()["draft_acceptance"] == (first, last)
+
+
+def test_drafting_goes_on_from_its_state_as_json_has_it() -> None:
+    drafting, resumed = Drafting(2), Drafting(2)
+    rollouts(drafting, 3, [0.8, 0.7])
+    resumed.restore(json.loads(json.dumps(drafting.state())))
+    assert resumed.schedule == drafting.schedule and resumed.metrics() == drafting.metrics()
+    assert rollouts(resumed, 3, [0.2, 0.1]) == rollouts(drafting, 3, [0.2, 0.1])
+    assert resumed.state() == drafting.state() and resumed.summary() == drafting.summary() != {}
 
 
 def test_replicas_that_had_nothing_to_do_add_nothing() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hypothesis import given
@@ -101,5 +103,6 @@ def test_expected_lengths_are_those_of_the_last_time_a_prompt_was_sampled():
     lengths.observe(assemble_rollout(first, 2, COMPLETIONS))
     # Responses of 2 and 1 tokens, then 3 and 0: 1.5 each on average, and so for a prompt that is new.
     assert lengths.expected_tokens(batch_of([7], [5, 6], [8, 8, 8])) == [2.5, 3.5, 4.5]
+    lengths = ResponseLengths.from_state(json.loads(json.dumps(lengths.state())))
     lengths.observe(assemble_rollout(batch_of([7]), 2, {0: COMPLETIONS[0], 1: COMPLETIONS[2]}))
     assert lengths.expected_tokens(first) == [3.5, 3.5]

@@ -54,6 +54,20 @@ def test_nonfinite_metrics_are_null_and_named(tmp_path: Path) -> None:
     ]
 
 
+def test_a_resumed_run_drops_what_it_makes_again(tmp_path: Path) -> None:
+    with tracker_for(tmp_path) as tracker:
+        for iteration in range(3):
+            tracker.samples(iteration, SAMPLES, show=False)
+            tracker.log(iteration, {"x": iteration})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"iteration": 1, "x"')  # a line that a killed run did not write to its end
+    with Tracker(settings_for(tmp_path), rank=0, total=3, start=2) as tracker:
+        tracker.log(2, {"x": 20})
+    assert lines_of(tmp_path / "metrics.jsonl") == [{"iteration": 0, "x": 0}, {"iteration": 1, "x": 1}, {"iteration": 2, "x": 20}]
+    assert [row["iteration"] for row in lines_of(tmp_path / "samples.jsonl")] == [0, 0, 1, 1]
+    assert not list(tmp_path.glob("*.partial"))
+
+
 def test_a_later_tracker_appends(tmp_path: Path) -> None:
     for iteration in (1, 2):
         with tracker_for(tmp_path) as tracker:

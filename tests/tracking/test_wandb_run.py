@@ -151,4 +151,6 @@ def test_run_id_is_made_once(tmp_path: Path) -> None:
     assert kept_run_id(tmp_path) == kept_run_id(tmp_path)
     assert kept_run_id(tmp_path) == (tmp_path / "wandb_run_id").read_text().strip()
     (tmp_path / "wandb_run_id").write_text("chosen\n")
-    assert kept_run_id(tmp_path) == "chosen"
+    assert kept_run_id(tmp_path) == kept_run_id(tmp_path, "of a checkpoint") == "chosen"
+    (tmp_path / "wandb_run_id").unlink()
+    assert kept_run_id(tmp_path, "of a checkpoint") == kept_run_id(tmp_path) == "of a checkpoint"

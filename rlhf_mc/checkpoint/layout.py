@@ -1,0 +1,62 @@
+"""On which layout a checkpoint was saved, and which pieces of the whole tensors each of its ranks holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from rlhf_mc.config import Settings
+from rlhf_mc.medusa.drafter import DraftModel
+from rlhf_mc.medusa.shape import trainer_pieces
+from rlhf_mc.models.hf_config import padded_rows
+from rlhf_mc.models.role import Resident, RoleModel
+from rlhf_mc.models.weight_layout import Shard, pieces_of
+from rlhf_mc.parallel.grids import TrainingGrid
+from rlhf_mc.parallel.reshard import Piece
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks that train, and how they share the models and the optimizers' states."""
+
+    ranks: int
+    tensor: int
+    pipeline: int
+    distributed_optimizer: bool
+
+    @staticmethod
+    def of(settings: Settings, ranks: int) -> Layout:
+        """The layout of a run on so many training ranks."""
+        parallel = settings.parallel
+        return Layout(ranks, parallel.tensor, parallel.pipeline, parallel.distributed_optimizer)
+
+    def record(self) -> dict[str, int | bool]:
+        """As JSON has it: Layout(**record) is the layout."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        optimizer = "distributed" if self.distributed_optimizer else "plain"
+        return f"{self.ranks} ranks, tensor {self.tensor}, pipeline {self.pipeline}, {optimizer} optimizer"
+
+    def grid(self, rank: int) -> TrainingGrid:
+        """The place of a rank."""
+        return TrainingGrid(self.ranks, rank, self.tensor, self.pipeline)
+
+    def copies(self) -> Iterator[list[int]]:
+        """For each tensor rank of each pipeline stage, the ranks that together wrote the states of one shard."""
+        first = self.grid(0)
+        writers = first.data if self.distributed_optimizer else 1
+        for stage in range(self.pipeline):
+            for tensor_rank in range(self.tensor):
+                yield [first.rank_at(tensor_rank, data_rank, stage) for data_rank in range(writers)]
+
+
+def shard_pieces(model: Resident, grid: TrainingGrid) -> list[Piece]:
+    """What a rank in the place of `grid` holds of a role, by the names of whole tensors."""
+    if isinstance(model, DraftModel):
+        rows = padded_rows(model.shape.vocab, grid.tensor)
+        return trainer_pieces(model.shape, rows, grid.tensor, grid.tensor_rank) if grid.is_last_stage else []
+    if isinstance(model, RoleModel):
+        shard = Shard.of(model.shape, grid.tensor, grid.tensor_rank, grid.pipeline, grid.stage, model.head == "value")
+        return pieces_of(model.shape, shard)
+    raise TypeError(f"{model.role.value}: nothing is known of how a {type(model).__name__} is split over ranks")

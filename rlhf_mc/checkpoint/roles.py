@@ -1,0 +1,77 @@
+"""The trained roles in a checkpoint: on each rank what its optimizer steps, in a safetensors file for each role.
+
+That is all of a role: its 16-bit params are the main params, rounded. Between ranks nothing is saved twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from rlhf_mc.checkpoint.disk import FileRecord, write_tensors
+from rlhf_mc.checkpoint.layout import Layout
+from rlhf_mc.checkpoint.relayout import describe, file_name, values_for
+from rlhf_mc.models.role import Resident, Role
+from rlhf_mc.models.stepped import Stepped, stepped
+from rlhf_mc.offload import Part, Residency
+
+
+@dataclass(frozen=True)
+class RolePart:
+    """What a rank writes of a role. tensors: to be read from any thread until the role's next update; none where others write."""
+
+    file: str
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+    def write(self, directory: Path) -> list[FileRecord]:
+        """Writes the file, if there is something in it. Raises CheckpointError."""
+        return [write_tensors(directory / self.file, self.tensors, self.metadata)] if self.tensors else []
+
+
+def part_of(residency: Residency, role: Role) -> RolePart:
+    """Collective over the data-parallel group. This rank's part of a trained role."""
+    model = residency.state(role).model
+    shards = stepped(model) if _source_rank(model) == model.world.rank else []
+    names = [f"{shard.name}:{kind}" for shard in shards for kind in shard.kinds]
+    sources = residency.sources(role, [shard.tensor(kind) for shard in shards for kind in shard.kinds])
+    return RolePart(file_name(role, model.world.rank), dict(zip(names, sources, strict=True)), describe(shards))
+
+
+@torch.no_grad()
+def read_role(residency: Residency, role: Role, directory: Path, saved: Layout) -> None:
+    """Collective over the data-parallel group. Makes a trained role what it was when all ranks of the layout `saved` wrote their parts."""
+    with residency.on_device(role, Part.PARAMS | Part.MAIN_PARAMS | Part.OPTIMIZER) as model:
+        shards = stepped(model)
+        if _layout_of(model) == saved:
+            _read_own(directory / file_name(role, _source_rank(model)), shards)
+        else:
+            values = values_for(model, directory, saved)
+            for shard in shards:
+                for kind in shard.kinds:
+                    shard.tensor(kind).copy_(values(shard, kind))
+        residency.state(role).rebuild_params()
+        model.version += 1
+
+
+def _read_own(path: Path, shards: list[Stepped]) -> None:
+    if shards:
+        with safe_open(path, framework="pt") as file:
+            for shard in shards:
+                for kind in shard.kinds:
+                    shard.tensor(kind).copy_(file.get_tensor(f"{shard.name}:{kind}"))
+
+
+def _layout_of(model: Resident) -> Layout:
+    grid = model.world.grid
+    return Layout(grid.world_size, grid.tensor, grid.pipeline, model.ddp.ddp_config.use_distributed_optimizer)
+
+
+def _source_rank(model: Resident) -> int:
+    """The rank that writes what this rank steps: itself, or the first of those that all step the same."""
+    grid = model.world.grid
+    return grid.rank if model.ddp.ddp_config.use_distributed_optimizer else grid.rank_at(grid.tensor_rank, 0, grid.stage)

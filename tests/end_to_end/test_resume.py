@@ -1,0 +1,76 @@
+"""A run that is killed and resumed is the run that was not: the same bits of all models, metrics and samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from end_to_end.job import Job, start
+from end_to_end.task import Task, written
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ITERATIONS = 4
+# What two runs of the same numbers may differ in.
+_OF_THE_MACHINE = ("timing_s/", "perf/", "memory_gib/", "offload/", "pipeline/", "rollout/", "medusa/speedup_estimate")
+MODELS = ("actor/model.safetensors", "critic/model.safetensors", "medusa/model.safetensors")
+
+
+def launch(task: Task, name: str, **overrides: str) -> Job:
+    """Two data-parallel ranks with draft heads in use, the pipeline in chunks, a KL coefficient that moves, falling rates."""
+    settings = task.overrides(task.directory / name, "llama") | {
+        "trainer.iterations": str(ITERATIONS),
+        "trainer.save_every": "2",
+        "actor.optim.schedule": "linear",
+        "critic.optim.schedule": "cosine",
+        "algorithm.epochs": "2",
+        "algorithm.mini_batch_sequences": "8",
+        "algorithm.kl": "{use: reward, estimator: k1, coef: 0.1, target: 0.05, horizon: 100}",
+        "medusa.enabled": "true",
+        "medusa.drafted_tokens": "2",
+        "pipeline.chunks": "2",
+    }
+    settings |= {key.replace("__", "."): value for key, value in overrides.items()}
+    return start(task.directory / f"{name}-{len(list(task.directory.iterdir()))}.log", "rlhf_mc.train", written(settings))
+
+
+def finished(job: Job) -> str:
+    """The output of a job that must go well."""
+    assert job.wait(500) == 0, job.output
+    return job.output
+
+
+def metrics(directory: Path) -> list[dict[str, float]]:
+    """Of each iteration, what does not depend on the machine."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(_OF_THE_MACHINE)} for line in lines]
+
+
+def checkpoints(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "checkpoints").iterdir())
+
+
+def kill_after(job: Job, text: str) -> None:
+    """All its processes at once, as soon as it says so."""
+    try:
+        job.wait_for(text, 300)
+    finally:
+        job.kill()
+
+
+def test_a_killed_run_ends_with_the_bits_of_the_straight_one(task):
+    straight, resumed = task.directory / "straight", task.directory / "resumed"
+    assert "checkpoint after 4 iterations: " in finished(launch(task, "straight"))
+    assert checkpoints(straight) == ["000002", "000004", "latest"]
+
+    kill_after(launch(task, "resumed"), "\n     2 ")
+    assert len(metrics(resumed)) > 2, "an iteration beyond the checkpoint is to be made again"
+    output = finished(launch(task, "resumed"))
+    assert f"resumes from {resumed}/checkpoints/000002: 2 of 4 iterations are done" in output
+    assert checkpoints(resumed) == checkpoints(straight)
+    for file in (*MODELS, "samples.jsonl"):
+        assert (resumed / file).read_bytes() == (straight / file).read_bytes(), file
+    assert metrics(resumed) == metrics(straight) and len(metrics(straight)[0]) > 40
+    for file in sorted((straight / "checkpoints/000004").glob("*rank*")):
+        assert (resumed / "checkpoints/000004" / file.name).read_bytes() == file.read_bytes(), file.name
