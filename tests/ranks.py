@@ -6,8 +6,8 @@
 calls `score_batch(world, directory=path, batch=batch)` on the first two workers, each with its `World` of a TP2 grid (gloo,
 CPU), and returns what it returned, one item a rank. The module is found from tests/ and is imported on the ranks only;
 arguments and results cross by pickle. Workers start when first needed, and die with the process that made them. Process
-groups are kept while the layout stays the same; so tests that are ordered by layout are faster. All generators are seeded
-alike before each call.
+groups are kept while the layout stays the same; so tests that are ordered by layout are faster. After some layouts the workers
+are replaced by new ones. All generators are seeded alike before each call.
 
 An exception on a rank is raised here as RankError with the traceback of the first rank that failed. Ranks that then hang
 in a collective, and ranks that are not done by `timeout_seconds`, are killed; the error says where each of them was, and the
@@ -37,6 +37,7 @@ from typing import Any
 _IMPORTS = "rlhf_mc.models.passes"
 _START_SECONDS = 200.0
 _AFTER_ERROR_SECONDS = 5.0
+_WORLDS = 8  # that a worker joins: each leaves gloo's threads behind, after a hundred worlds thousands of them, and all gets slow
 _PR_SET_PDEATHSIG = 1
 
 
@@ -152,14 +153,18 @@ class RankPool:
         self._workers: list[_Worker] = []
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self._count = itertools.count()
+        self._worlds = 0
         self._layout: Layout | None = None
         self._store = Path()
 
     def run(self, function: str, layout: Layout = Layout(), timeout_seconds: float = 120.0, **arguments: Any) -> list[Any]:
         """`module:function` on every rank of `layout`, as function(world, **arguments); the results by rank."""
+        if layout != self._layout and self._worlds == _WORLDS:
+            self.close()
         self._start(layout.size)
         if layout != self._layout:
             self._layout, self._store = layout, self._new_file("store")
+            self._worlds += 1
         workers = self._workers[: layout.size]
         message = pickle.dumps(_Task(function, layout, self._store, arguments))
         for worker in workers:
@@ -174,7 +179,7 @@ class RankPool:
             worker.process.join()
             worker.channel.close()
         self._workers.clear()
-        self._layout = None
+        self._layout, self._worlds = None, 0
 
     def _new_file(self, name: str) -> Path:
         return Path(self._directory.name) / f"{name}-{next(self._count)}"
