@@ -30,7 +30,7 @@ from rlhf_mc.models.hf_config import read_shape
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 # One update an iteration, through the very micro-batches that scored: then old and new log-probs are the same bits.
-ONE_UPDATE = ("tensor_parallel", "replicas", "pipeline", "context_parallel")
+ONE_UPDATE = ("tensor_parallel", "pipeline", "context_parallel")
 ALL = (*ONE_UPDATE, "data_parallel")
 # What two runs of the same numbers may differ in.
 _OF_THE_MACHINE = ("timing_s/", "perf/", "memory_gib/", "offload/", "pipeline/", "rollout/")
@@ -65,15 +65,9 @@ def run(task: Task, name: str, family: str, **overrides: str) -> Run:
 
 @pytest.fixture(scope="module")
 def tensor_parallel(task) -> Run:
-    """A tied Qwen3 with draft heads that use its output layer, TP2 for training and for sampling."""
-    two = dict(medusa__enabled="true", medusa__drafted_tokens="2", parallel__tensor="2", rollout__tensor_parallel="2")
+    """A tied Qwen3 with draft heads that use its output layer, TP2 for training, two engines of one rank each."""
+    two = dict(medusa__enabled="true", medusa__drafted_tokens="2", parallel__tensor="2", rollout__tensor_parallel="1")
     return run(task, "tensor_parallel", "qwen3", wandb__mode="offline", trainer__evaluate_every="2", **two)
-
-
-@pytest.fixture(scope="module")
-def replicas(task) -> Run:
-    """A tied Llama, TP2 for training, two engines of one rank each."""
-    return run(task, "replicas", "llama", parallel__tensor="2", rollout__tensor_parallel="1", critic__path=task.model("llama"))
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +80,7 @@ def pipeline(task) -> Run:
 @pytest.fixture(scope="module")
 def context_parallel(task) -> Run:
     """A tied Llama whose sequences are shared by two ranks, with trained draft heads; two engines of one rank each."""
-    return run(task, "context_parallel", "llama", medusa__enabled="true", parallel__context="2")
+    return run(task, "context_parallel", "llama", medusa__enabled="true", parallel__context="2", critic__path=task.model("llama"))
 
 
 # Chunks of whichever samples finish first, scored between the engine's steps: six small passes of each role, in two orders of roles.

@@ -106,7 +106,7 @@ def test_bf16_weights_arrive(killed):
 
 
 def test_weights_are_written_in_place_unless_the_engine_repacked_them(replicas, tensor_parallel, killed):
-    assert [rank["writes_in_place"] for run in (replicas, tensor_parallel, killed) for rank in run.ranks] == [True] * 4 + [False] * 6
+    assert [rank["writes_in_place"] for run in (replicas, tensor_parallel, killed) for rank in run.ranks] == [True] * 2 + [False] * 6
 
 
 def test_replicas_lie_at_intervals_where_rollout_tp_is_smaller(killed):

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 import pytest
 import torch.distributed as dist
 
+from rlhf_mc.medusa.draft_length import fixed
 from rlhf_mc.parallel.grids import RolloutGrid
 from rlhf_mc.parallel.job import Bridge, Job, join_bridge
-from rlhf_mc.medusa.draft_length import fixed
 from rlhf_mc.pipeline.control import BridgeError, Control, Generate, Ready, Stop
 from rlhf_mc.pipeline.dispatch import Completion, SampleRequest
+from rlhf_mc.pipeline.engine import Step
 from rlhf_mc.pipeline.generation import RemoteGeneration
 from rlhf_mc.pipeline.server import EngineServer
 from rlhf_mc.tracking import Trace
@@ -26,6 +27,7 @@ class ScriptedEngine:
 
     free: threading.Event = field(default_factory=threading.Event)
     waiting: list[int] = field(default_factory=list)
+    num_heads: int = 0
 
     def submit(self, requests, *, version: int, greedy: bool) -> None:
         if version == 13:
@@ -36,10 +38,14 @@ class ScriptedEngine:
     def num_running(self) -> int:
         return len(self.waiting)
 
-    def step(self) -> dict[int, Completion]:
-        assert self.free.wait(30)
-        sample = self.waiting.pop(0)
-        return {sample: Completion([sample] * 3, [-0.5] * 3, "length", None)}
+    @property
+    def num_in_step(self) -> int:
+        return len(self.waiting)
+
+    def step(self, drafted: int) -> Step:
+        assert self.free.wait(30) and drafted == 0
+        running, sample = len(self.waiting), self.waiting.pop(0)
+        return Step({sample: Completion([sample] * 3, [-0.5] * 3, "length", None)}, running, running)
 
 
 @pytest.fixture
