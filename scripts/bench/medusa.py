@@ -95,6 +95,7 @@ class Bench:
     def __init__(self, trial: Trial, dtype: str) -> None:
         from rlhf_mc.data import load_tokenizer
         from rlhf_mc.medusa.drafter import build_drafter
+        from rlhf_mc.medusa.files import load_heads
         from rlhf_mc.models.role import Role, build_role
         from rlhf_mc.parallel.grids import RolloutGrid
         from rlhf_mc.parallel.world import join_world
@@ -109,7 +110,9 @@ class Bench:
         self.prompts = read_sources(self.settings, tokenizer).prompts
         self.world = join_world(self.settings)
         self.actor = build_role(Role.ACTOR, "language", model, self.settings, self.world)
-        self.drafter = build_drafter(self.settings, self.actor, trained=True)
+        heads = self.settings.medusa.path  # of the recipe's SFT, where it has them
+        tensors = load_heads(heads, HeadsShape.of(self.settings.medusa, self.actor.shape)) if heads else None
+        self.drafter = build_drafter(self.settings, self.actor, trained=True, tensors=tensors)
         grid, shape = RolloutGrid(self.world.grid, 1), self.drafter.shape
         stops = stop_token_ids(model, tokenizer.eos_token_id)
         data, rollout = self.settings.data, self.settings.rollout
@@ -148,6 +151,7 @@ class Bench:
     def warm_up(self) -> dict[str, float]:
         """Trains the heads; what they knew of the last samples."""
         from rlhf_mc.medusa.hidden_states import HiddenStates
+        from rlhf_mc.medusa.steps import samples_of_steps
         from rlhf_mc.medusa.training import measure_heads, train_heads
         from rlhf_mc.models.passes import score
         from rlhf_mc.pipeline.dispatch import assemble_rollout
@@ -158,7 +162,7 @@ class Bench:
             _, responses, _ = self.decode(requests, LARGEST_BATCH, 0)
             samples = self.settings.rollout.samples_per_prompt
             rollout = assemble_rollout(self.prompts.batch(number), samples, dict(enumerate(responses)))
-            hidden = HiddenStates(self.world, len(rollout), NUM_HEADS)
+            hidden = HiddenStates(self.world, NUM_HEADS, samples_of_steps(len(rollout), self.settings.medusa.steps, seed=1, iteration=number))
             receiver = hidden.receiver(range(len(rollout)))
             score(self.actor, rollout.sequences, "predicted", self.settings.actor.scoring_micro_batch, hand_over=receiver)
             for step in range(self.trial.passes):
