@@ -162,7 +162,8 @@ class Bench:
             _, responses, _ = self.decode(requests, LARGEST_BATCH, 0)
             samples = self.settings.rollout.samples_per_prompt
             rollout = assemble_rollout(self.prompts.batch(number), samples, dict(enumerate(responses)))
-            hidden = HiddenStates(self.world, NUM_HEADS, samples_of_steps(len(rollout), self.settings.medusa.steps, seed=1, iteration=number))
+            steps = samples_of_steps(len(rollout), self.settings.medusa.steps, seed=1, iteration=number)
+            hidden = HiddenStates(self.world, NUM_HEADS, steps)
             receiver = hidden.receiver(range(len(rollout)))
             score(self.actor, rollout.sequences, "predicted", self.settings.actor.scoring_micro_batch, hand_over=receiver)
             for step in range(self.trial.passes):
