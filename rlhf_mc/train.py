@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import TYPE_CHECKING
 
 from rlhf_mc.launch import run_program
@@ -15,14 +13,9 @@ if TYPE_CHECKING:
 def ppo(settings: Settings) -> None:
     """Collective over all ranks: the whole run. With rollout.placement=separate the last ranks only run engines."""
     # Imported here, after the settings were checked: vLLM and megatron-core take many seconds.
-    from rlhf_mc.parallel.job import Job
+    from rlhf_mc.stages.serve import take_place
 
-    job = Job.of(os.environ, settings.rollout.engine_ranks)
-    if job.has_engine_only:
-        from rlhf_mc.stages.serve import serve
-
-        serve(settings, job)
-        sys.exit(0)  # not by way of leaving megatron's world, in which this rank never was
+    job = take_place(settings)  # before megatron-core, which an engine's rank does without
 
     from rlhf_mc.stages.checkpoint import begin, save_checkpoint
     from rlhf_mc.stages.dump import dump

@@ -28,6 +28,11 @@ class HeadsShape:
         """The heads that `settings` ask for, on a model of this shape."""
         return HeadsShape(settings.num_heads, settings.num_layers, settings.shared_output, model.hidden, model.vocab)
 
+    @staticmethod
+    def if_enabled(settings: Medusa, model: ModelShape) -> HeadsShape | None:
+        """The same; None where the run has no draft heads."""
+        return HeadsShape.of(settings, model) if settings.enabled else None
+
     @property
     def block_names(self) -> list[str]:
         """The weights of all residual blocks."""

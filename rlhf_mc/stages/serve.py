@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 from rlhf_mc.config import Settings
@@ -20,6 +22,17 @@ from rlhf_mc.pipeline.weight_sync import plan_sync_apart
 from rlhf_mc.tracking import Trace
 
 
+def take_place(settings: Settings) -> Job:
+    """This rank's place in the job that torchrun's environment describes. A rank that only runs an engine has its whole life here, and
+    the process ends.
+    """
+    job = Job.of(os.environ, settings.rollout.engine_ranks)
+    if job.has_engine_only:
+        serve(settings, job)
+        sys.exit(0)  # not by way of leaving megatron's world, in which this rank never was
+    return job
+
+
 def serve(settings: Settings, job: Job) -> None:
     """Collective over all ranks of the job. Starts the engine, and obeys the trainer until it stops."""
     actor, rollout, trainer, dtype = settings.actor.path, settings.rollout, settings.trainer, DTYPES[settings.trainer.dtype]
@@ -30,7 +43,7 @@ def serve(settings: Settings, job: Job) -> None:
     parallel = settings.parallel
     training = TrainingGrid(job.num_trainers, 0, parallel.tensor, parallel.pipeline, parallel.context)
     shape = read_shape(actor, "actor.path")
-    heads = HeadsShape.of(settings.medusa, shape) if settings.medusa.enabled else None
+    heads = HeadsShape.if_enabled(settings.medusa, shape)
     plan = plan_sync_apart(shape, training, grid, dtype.itemsize, heads)
     reshard = Reshard(plan, wire_over(bridge, device), device, dtype)
     engine = Engine(actor, rollout, trainer.dtype, grid, trainer.seed, settings.data.max_prompt_tokens, stops, heads)

@@ -19,7 +19,7 @@ from rlhf_mc.medusa.files import check_heads
 from rlhf_mc.medusa.hidden_states import HiddenStates
 from rlhf_mc.medusa.shape import HeadsShape
 from rlhf_mc.models.heads import Sampling
-from rlhf_mc.models.hf_config import ModelShape, read_shape
+from rlhf_mc.models.hf_config import read_shape
 from rlhf_mc.models.optimizer import kernels_in_use
 from rlhf_mc.models.role import Role, RoleModel, build_role
 from rlhf_mc.offload import ModelState, Residency, plan_residency
@@ -225,17 +225,12 @@ def _build_roles(
     return roles, drafter, residency
 
 
-def heads_shape(settings: Settings, model: ModelShape) -> HeadsShape | None:
-    """The draft heads of this run; None without."""
-    return HeadsShape.of(settings.medusa, model) if settings.medusa.enabled else None
-
-
 def _build_sampler(
     settings: Settings, actor: RoleModel, bridge: Bridge | None, sources: Sources, stops: list[int], trace: Trace
 ) -> Sampler:
     """Collective over all ranks of the job. The engines, started here or on the other side of the bridge, and the way of the weights to them."""
     world, rollout, longest = actor.world, settings.rollout, settings.data.max_prompt_tokens
-    steps, heads = settings.pipeline.steps_per_exchange, heads_shape(settings, actor.shape)
+    steps, heads = settings.pipeline.steps_per_exchange, HeadsShape.if_enabled(settings.medusa, actor.shape)
     probe = probe_sequence(sources.prompts.batch(0).prompt(0), actor.shape.vocab, longest)
     if bridge is not None:
         grid = RolloutGrid.apart(rollout.engine_ranks, 0, rollout.tensor_parallel)
