@@ -11,7 +11,6 @@ from typing import Any
 
 from rlhf_mc.checkpoint.disk import record_of
 from rlhf_mc.checkpoint.snapshot import Snapshot
-from rlhf_mc.checkpoint.talk import from_everyone
 from rlhf_mc.config import ConfigError, Settings
 from rlhf_mc.parallel.world import World
 
@@ -37,7 +36,7 @@ def identity(world: World, sources: Mapping[str, Sequence[str]]) -> dict[str, st
     files = {key: [file for path in paths for file in _files_at(Path(path))] for key, paths in sources.items()}
     distinct = sorted({file for named in files.values() for file in named})
     mine = {file: record_of(file).sha256 for file in distinct[world.rank :: world.size]}
-    hashes = {file: found for share in from_everyone(world, mine) for file, found in share.items()}
+    hashes = {file: found for share in world.from_everyone(mine) for file, found in share.items()}
     return {key: hashlib.sha256("".join(hashes[file] for file in named).encode()).hexdigest() for key, named in files.items()}
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rlhf_mc.checkpoint.disk import FileRecord
 from rlhf_mc.checkpoint.snapshot import DamagedError, Snapshot, fault_of, published, read_manifest, read_record
-from rlhf_mc.checkpoint.talk import from_everyone, from_first
 from rlhf_mc.config import ConfigError
 from rlhf_mc.parallel.world import World
 
@@ -31,7 +30,7 @@ def find_origin(world: World, root: Path, resume: str, iterations: int) -> Origi
     resume: trainer.resume.  iterations: of the whole run.  Raises ConfigError on every rank where there are checkpoints, but none
     that is whole, or none is wanted: beginning anew would give them away.
     """
-    names = from_first(world, lambda: [path.name for path in published(root)])
+    names = world.from_first(lambda: [path.name for path in published(root)])
     if names and resume == "never":
         raise ConfigError(
             f"trainer.resume: never, but {root} holds checkpoints of a run; set trainer.resume=auto, or name another trainer.output_dir"
@@ -59,11 +58,11 @@ def _where(snapshot: Snapshot, iterations: int) -> str:
 
 def _fault(world: World, path: Path) -> str | None:
     """Collective over all ranks. What is wrong with a checkpoint; None where every byte is as it was saved."""
-    listed = from_first(world, lambda: _listed(path))
+    listed = world.from_first(lambda: _listed(path))
     if isinstance(listed, str):
         return listed
     mine = [fault for file in listed[world.rank :: world.size] if (fault := fault_of(path, file))]
-    return next((fault for share in from_everyone(world, mine) for fault in share), None)
+    return next((fault for share in world.from_everyone(mine) for fault in share), None)
 
 
 def _listed(path: Path) -> list[FileRecord] | str:

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from rlhf_mc.checkpoint.disk import CheckpointError, FileRecord, cannot_write
 from rlhf_mc.checkpoint.snapshot import aside_path, make_aside, prune, publish
-from rlhf_mc.checkpoint.talk import from_everyone
 from rlhf_mc.parallel.world import World
 from rlhf_mc.rollout_files import BackgroundWriter
 
@@ -81,7 +80,7 @@ class Saving:
             error = cannot_write(Path(raised.filename or self._aside), raised)
         except CheckpointError as raised:
             error = raised
-        outcomes = from_everyone(self._world, (result, None if error is None else str(error)))
+        outcomes = self._world.from_everyone((result, None if error is None else str(error)))
         for rank, (_, fault) in enumerate(outcomes):
             if fault is not None:
                 raise CheckpointError(f"rank {rank}: {fault}") from error

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 
 from rlhf_mc.config import ConfigError, Settings
 from rlhf_mc.medusa.shape import HeadsShape
@@ -103,9 +102,7 @@ def host_needs(
 
 def refuse_small_host(world: World, needs: Counter[str], available_bytes: int) -> None:
     """Collective over all ranks. Raises ConfigError on every rank where any host has less than its ranks need together."""
-    mine = (socket.gethostname(), needs, available_bytes)
-    everyone: list[tuple[str, Counter[str], int]] = [mine] * world.size
-    dist.all_gather_object(everyone, mine, group=world.everyone)
+    everyone = world.from_everyone((socket.gethostname(), needs, available_bytes))
     for host in dict.fromkeys(name for name, _, _ in everyone):
         ranks = [(use, available) for name, use, available in everyone if name == host]
         total: Counter[str] = sum((use for use, _ in ranks), Counter())

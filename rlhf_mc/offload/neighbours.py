@@ -15,8 +15,7 @@ def neighbours(world: World) -> dist.ProcessGroup | None:
     Where the groups of different ranks would differ in size, storages could not be cut evenly everywhere, so nobody shares.
     """
     mine = (socket.gethostname(), tuple(dist.get_process_group_ranks(world.copies_group)))
-    everyone: list[tuple[str, tuple[int, ...]]] = [mine] * world.size
-    dist.all_gather_object(everyone, mine, group=world.everyone)
+    everyone = world.from_everyone(mine)
     groups = sorted({tuple(r for r in ranks if everyone[r][0] == host) for host, ranks in everyone})
     if len({len(ranks) for ranks in groups}) != 1 or len(groups[0]) == 1 or world.grid.copies % len(groups[0]):
         return None

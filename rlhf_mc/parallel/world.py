@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy
 import torch
@@ -17,6 +19,8 @@ from rlhf_mc.parallel.context import Context
 from rlhf_mc.parallel.grids import TrainingGrid
 from rlhf_mc.parallel.job import Bridge, Job, choose_device, start_distributed
 from rlhf_mc.parallel.megatron_cpu import show_cpu_to_megatron
+
+Given = TypeVar("Given")
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,20 @@ class World:
         if self.size > 1:
             dist.all_reduce(values, group=self.everyone)
         return values
+
+    def from_everyone(self, mine: Given) -> list[Given]:
+        """Collective over all ranks. What each rank gives, by rank; objects, by pickle."""
+        given = [mine] * self.size
+        if self.size > 1:
+            dist.all_gather_object(given, mine, group=self.everyone)
+        return given
+
+    def from_first(self, make: Callable[[], Given]) -> Given:
+        """Collective over all ranks. What rank 0 makes, and no other rank; an object, by pickle."""
+        given = [make() if self.rank == 0 else None]
+        if self.size > 1:
+            dist.broadcast_object_list(given, src=0, group=self.everyone)
+        return given[0]
 
 
 def seed_everything(seed: int) -> None:

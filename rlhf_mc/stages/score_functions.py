@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import torch.distributed as dist
 
 from rlhf_mc.batch import RolloutBatch
 from rlhf_mc.rewards.interface import RewardError, RewardSample
@@ -63,9 +62,7 @@ class FunctionScores:
             share = f"rank {run.world.rank}: {error}"
         finally:
             self._thread.shutdown()
-        shares: list[RewardResults | str] = [share] * run.world.size
-        if run.world.size > 1:
-            dist.all_gather_object(shares, share, group=run.world.everyone)
+        shares = run.world.from_everyone(share)
         for other in shares:
             if isinstance(other, str):
                 raise RewardError(other)
