@@ -459,6 +459,7 @@ class Trainer:
     iterations: int = 100  #: rollouts, each with its update
     device: Literal["auto", "cpu", "cuda"] = "auto"  #: auto: CUDA where there is one
     dtype: Literal["fp32", "bf16"] = "bf16"  #: of parameters and activations; main params are fp32
+    deterministic: bool = False  #: sums over ranks in rank order, deterministic kernels; slower
     evaluate_every: int = 0  #: iterations between evaluations; 0: before and after only
     save_every: int = 0  #: train: iterations between checkpoints in output_dir/checkpoints; 0: none
     keep_last: int = 2  #: checkpoints that stay; older ones are removed

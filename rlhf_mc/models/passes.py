@@ -20,7 +20,6 @@ from rlhf_mc.models.loss import Loss, LossSum
 from rlhf_mc.models.optimizer import step_optimizer
 from rlhf_mc.models.role import Resident, RoleModel
 from rlhf_mc.parallel.context import Context, exchange_numbers
-from rlhf_mc.parallel.megatron_cpu import show_cpu_to_megatron
 from rlhf_mc.parallel.microbatches import plan_microbatches
 from rlhf_mc.parallel.packing import Asked, PackedBatch, PackedMicrobatch
 
@@ -45,8 +44,7 @@ def _run_schedule(
         hidden = module(input_ids=packed.tokens[None], position_ids=None, attention_mask=None, packed_seq_params=packed.sequences)
         return hidden, lambda output: loss(output, packed)
 
-    if model.world.on_cpu:
-        show_cpu_to_megatron()
+    world.show_itself_to_megatron()
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=microbatches,

@@ -19,6 +19,7 @@ from rlhf_mc.parallel.context import Context
 from rlhf_mc.parallel.grids import TrainingGrid
 from rlhf_mc.parallel.job import Bridge, Job, choose_device, start_distributed
 from rlhf_mc.parallel.megatron_cpu import show_cpu_to_megatron
+from rlhf_mc.parallel.reductions import all_reduce, reduce_in_rank_order, show_reductions_to_megatron
 
 Given = TypeVar("Given")
 
@@ -47,10 +48,16 @@ class World:
         """Whether the ranks' devices are CPU cores."""
         return self.device.type == "cpu"
 
+    def show_itself_to_megatron(self) -> None:
+        """megatron's modules see this world's device and sums. Again after megatron may have imported more of itself; idempotent."""
+        if self.on_cpu:
+            show_cpu_to_megatron()
+        show_reductions_to_megatron()
+
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Collective over all ranks. Sum of a host tensor of any shape, the same bits on every rank."""
         if self.size > 1:
-            dist.all_reduce(values, group=self.everyone)
+            all_reduce(values, group=self.everyone)
         return values
 
     def from_everyone(self, mine: Given) -> list[Given]:
@@ -91,13 +98,14 @@ def join_job(settings: Settings, job: Job) -> tuple[World, Bridge | None]:
     parallel = settings.parallel
     grid = TrainingGrid(job.num_trainers, job.rank, parallel.tensor, parallel.pipeline, parallel.context)
     bridge = start_distributed(job, device)
+    reduce_in_rank_order(settings.trainer.deterministic)
     return build_world(grid, device, settings.trainer.seed), bridge
 
 
 def build_world(grid: TrainingGrid, device: torch.device, seed: int) -> World:
     """Collective over all ranks, which must be in torch.distributed already. Makes megatron's groups for `grid`."""
     if device.type == "cpu":
-        show_cpu_to_megatron()
+        show_cpu_to_megatron()  # asked for devices while it makes its groups
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=grid.tensor,
         pipeline_model_parallel_size=grid.pipeline,
@@ -105,7 +113,7 @@ def build_world(grid: TrainingGrid, device: torch.device, seed: int) -> World:
         create_gloo_process_groups=False,
     )
     seed_everything(seed)
-    return World(
+    world = World(
         rank=grid.rank,
         size=grid.world_size,
         device=device,
@@ -116,6 +124,8 @@ def build_world(grid: TrainingGrid, device: torch.device, seed: int) -> World:
         copies_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         context=Context(grid.context, grid.context_rank, parallel_state.get_context_parallel_group()),
     )
+    world.show_itself_to_megatron()
+    return world
 
 
 def leave_world() -> None:
