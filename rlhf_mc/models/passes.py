@@ -19,6 +19,7 @@ from rlhf_mc.models.heads import PLAIN, Sampling, TokenLogprobs
 from rlhf_mc.models.loss import Loss, LossSum
 from rlhf_mc.models.optimizer import step_optimizer
 from rlhf_mc.models.role import Resident, RoleModel
+from rlhf_mc.parallel.attention_calls import has_ragged_kernel
 from rlhf_mc.parallel.context import Context, exchange_numbers
 from rlhf_mc.parallel.microbatches import plan_microbatches
 from rlhf_mc.parallel.packing import Asked, PackedBatch, PackedMicrobatch
@@ -37,7 +38,8 @@ def _run_schedule(
     lengths = packed_batch.batch.lengths.tolist()
     costs = model.shape.sequence_cost(model.head == "language", world.grid.pipeline).of(lengths, packed_batch.counts.tolist())
     plan = plan_microbatches(lengths, costs, budget, world.grid.data, together)[world.grid.data_rank]
-    microbatches = (packed_batch.pack(p, world.grid.tensor, model.table, world.device, world.context) for p in plan)
+    ragged = has_ragged_kernel(world.device, model.dtype)
+    microbatches = (packed_batch.pack(p, world.grid.tensor, model.table, world.device, world.context, ragged) for p in plan)
 
     def forward_step(data: Iterator[PackedMicrobatch], module: torch.nn.Module):
         packed = next(data)

@@ -89,9 +89,18 @@ class PackedBatch:
         return int(self.slot_offsets[-1])
 
     def pack(
-        self, planned: PlannedMicrobatch, multiple: int, table: RotaryTable, device: torch.device, context: Context = ALONE
+        self,
+        planned: PlannedMicrobatch,
+        multiple: int,
+        table: RotaryTable,
+        device: torch.device,
+        context: Context = ALONE,
+        ragged: bool = False,
     ) -> PackedMicrobatch:
-        """A rank's part of the micro-batch on `device`, on every context rank equally long, a multiple of `multiple`."""
+        """A rank's part of the micro-batch on `device`, on every context rank equally long, a multiple of `multiple`.
+
+        ragged: for the attention, see `pack_sequences`.
+        """
         index = torch.tensor(planned.sequences)
         lengths = self.batch.lengths[index]
         tokens = gather_segments(self.batch.tokens, self.batch.lengths, index)
@@ -104,7 +113,7 @@ class PackedBatch:
         mine, rows = cut.on_rank(asked.rows, context.rank)
         return PackedMicrobatch(
             tokens=tokens[cut.held[context.rank]].to(device),
-            sequences=pack_sequences(cut, table.cos, table.sin, device, context),
+            sequences=pack_sequences(cut, table.cos, table.sin, device, context, ragged),
             rows=rows.to(device),
             targets=asked.targets[mine].to(device),
             answer_numbers=asked.answer_numbers[mine].to(device),
