@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass
 from rlhf_mc.contradictions import contradictions
 
 Program = Literal["train", "sft", "reward_model", "heads"]
+Recompute = Literal["none", "selective", "full"]
 MOST_HEADS = 128  # vLLM's MAX_SPEC_LEN
 _ROLLOUT_FILE = "{:06d}.jsonl"
 
@@ -459,6 +460,7 @@ class Trainer:
     iterations: int = 100  #: rollouts, each with its update
     device: Literal["auto", "cpu", "cuda"] = "auto"  #: auto: CUDA where there is one
     dtype: Literal["fp32", "bf16"] = "bf16"  #: of parameters and activations; main params are fp32
+    recompute: Recompute = "none"  #: what the backward of a trained role computes again: nothing, attention, or whole layers
     evaluate_every: int = 0  #: iterations between evaluations; 0: before and after only
     save_every: int = 0  #: train: iterations between checkpoints in output_dir/checkpoints; 0: none
     keep_last: int = 2  #: checkpoints that stay; older ones are removed

@@ -138,7 +138,8 @@ def build_role(role: Role, head: Head, path: str, settings: Settings, world: Wor
     shape.check_layout(world.grid.tensor, world.grid.pipeline, key)
     dtype = DTYPES[settings.trainer.dtype]
     is_value = head == "value"
-    decoder = build_decoder(shape, world.grid, dtype, world.device, tied=shape.tied and not is_value)
+    recompute = "none" if optim is None else settings.trainer.recompute
+    decoder = build_decoder(shape, world.grid, dtype, world.device, shape.tied and not is_value, recompute)
     if is_value and world.grid.is_last_stage:
         with world.device:
             decoder.output_layer = ValueHead(shape.hidden, decoder.config.sequence_parallel)
