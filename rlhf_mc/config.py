@@ -470,6 +470,11 @@ class Trainer:
     trust_remote_code: bool = False  #: run Python code that a model directory brings
 
     @property
+    def dtype_bytes(self) -> int:
+        """Bytes of a parameter or an activation."""
+        return {"fp32": 4, "bf16": 2}[self.dtype]
+
+    @property
     def generates(self) -> bool:
         """Whether the run samples: it has an engine, and prompts."""
         return self.mode != "update"

@@ -37,7 +37,8 @@ WITHOUT_MEGATRON = [
 ]
 WITHOUT_TORCH = [
     "config contradictions config_keys recipe",
-    "models/activations parallel/logits_chunk",
+    "models/activations models/roles parallel/logits_chunk pipeline/kv_cache",
+    "offload/layout offload/minimum offload/parts offload/planned offload/sizes offload/text plan main",
     "models/hf_config models/weight_layout parallel/grids parallel/reshard parallel/balance parallel/microbatches",
     "medusa/shape medusa/steps medusa/draft_length medusa/drafting",
 ]

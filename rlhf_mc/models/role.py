@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 from typing import Literal
 
 import torch
@@ -18,22 +17,13 @@ from rlhf_mc.models.hf_config import ModelShape, read_shape
 from rlhf_mc.models.hf_weights import export_hf_weights, load_hf_weights, save_hf_directory
 from rlhf_mc.models.optimizer import build_optimizer, torch_optimizers, wrap_for_training
 from rlhf_mc.models.precision import DTYPES
+from rlhf_mc.models.roles import Role
 from rlhf_mc.models.transformer import Decoder, build_decoder, rotary_table
 from rlhf_mc.models.weight_layout import Shard
 from rlhf_mc.parallel.packing import PackedMicrobatch, RotaryTable
 from rlhf_mc.parallel.world import World
 
 Head = Literal["language", "value"]
-
-
-class Role(str, Enum):
-    """Whose model it is."""
-
-    ACTOR = "actor"
-    CRITIC = "critic"
-    REFERENCE = "reference"
-    REWARD = "reward_model"
-    MEDUSA = "medusa"
 
 
 @dataclass(kw_only=True)
