@@ -32,7 +32,8 @@ class Tokens:
     """What one rank has of a micro-batch.
 
     held: its tokens, T.  answers: numbers asked of the model.
-    queries, keys: places in the attention's kernel calls, padding included.  bias: elements of their masks, where the kernel is given any.
+    queries, keys: places in the attention's kernel calls, padding included.  masked_keys: of these, in calls that are given a mask.
+    bias: elements of these masks.
     reordered: the calls do not take the tokens in their order.
     """
 
@@ -40,6 +41,7 @@ class Tokens:
     answers: int
     queries: int
     keys: int
+    masked_keys: int = 0
     bias: int = 0
     reordered: bool = False
 
@@ -52,11 +54,12 @@ class Tokens:
         sequences, held = max(1, tokens // longest), tokens // context
         if context == 1:
             masked = window is not None and window < longest
-            return Tokens(held, answers, round(held * padding), round(held * padding), longest * longest * masked)
+            places = round(held * padding)
+            return Tokens(held, answers, places, places, places * masked, longest * longest * masked)
         chunk = -(-longest // (2 * context))
         bias = sequences * (chunk * longest + chunk * longest // 2)  # of the last rank: its late chunk sees everything
-        keys = tokens + tokens // 2
-        return Tokens(held, -(-answers // context), round(held * padding), round(keys * padding), bias)
+        keys = round((tokens + tokens // 2) * padding)
+        return Tokens(held, -(-answers // context), round(held * padding), keys, keys, bias)
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Layers:
 
     dtype_bytes: of activations.  kernel_bytes: of the attention's kernel, another where short 16-bit sequences run in fp32, on CPU.
     layers: on this rank.  banned: some answers had tokens that could not be drawn (rollout.min_tokens).
+    expands_keys: the masked kernel takes as many key/value heads as query heads, as those of a CUDA device do.
     """
 
     shape: ModelShape
@@ -76,8 +80,8 @@ class Layers:
     dtype_bytes: int
     recompute: Recompute = "none"
     kernel_bytes: int | None = None
-    context: int = 1
     banned: bool = False
+    expands_keys: bool = False
 
     @property
     def queries(self) -> int:
@@ -96,7 +100,8 @@ def _attention(layers: Layers, tokens: Tokens) -> int:
     kernel, head_dim = layers.kernel_bytes or e, layers.shape.head_dim
     scores = tokens.queries * layers.queries // head_dim * _FP32  # log-sum-exp
     tables = 0 if e == _FP32 else 2 * tokens.held * head_dim * e
-    return kernel * (2 * tokens.queries * layers.queries + 2 * tokens.keys * layers.keys) + scores + tables
+    expanded = tokens.masked_keys * (layers.queries - layers.keys) if layers.expands_keys else 0
+    return kernel * 2 * (tokens.queries * layers.queries + tokens.keys * layers.keys + expanded) + scores + tables
 
 
 def _attention_input(layers: Layers, tokens: Tokens) -> int:
@@ -187,39 +192,42 @@ def in_flight(stage: int, pipeline: int, micro_batches: int, chunks: int = 1) ->
 def held_bytes(layers: Layers, tokens: Tokens, forwards: int) -> int:
     """Bytes that `forwards` micro-batches in flight hold together; of a chunk of layers, where a rank has several.
 
-    Beside what autograd saves, the schedule holds what a stage hands on, and attention its rotary tables and the places of tokens.
+    Beside what autograd saves, the schedule holds what a stage hands on, and attention its rotary tables, masks, and places of tokens.
     The head's backward follows its forward at once, so there is one of it.
     """
     head = _head_bytes(layers, tokens) if layers.is_last else 0
     handed_on = 0 if layers.is_last else tokens.held // layers.tensor * layers.shape.hidden * layers.dtype_bytes
     tables_saved = layers.recompute == "none" and layers.dtype_bytes == _FP32
     tables = 0 if tables_saved else 2 * tokens.held * layers.shape.head_dim * _FP32
+    masks = 0 if layers.recompute == "none" else tokens.bias * layers.dtype_bytes
     places = _INT64 * (tokens.held + 3 * tokens.queries + 3 * tokens.keys)
-    return forwards * (saved_bytes(layers, tokens) - head + handed_on + tables + places) + head
+    return forwards * (saved_bytes(layers, tokens) - head + handed_on + tables + masks + places) + head
 
 
 def working_bytes(layers: Layers, tokens: Tokens, trains: bool) -> int:
-    """Bytes that come and go within a layer and within the head: an estimate from the largest tensors that exist together.
+    """Bytes that come and go within a layer: an estimate from the largest tensors that exist together.
 
-    A forward has gathered hidden states, gate and up, silu(gate). A backward has what it computes again, the gradients of the MLP, those
-    of its gathered input, and a weight's; the head has a chunk of logits, and, to train, gradients of hidden states and output layer.
+    A forward has hidden states, gathered ones too where they are split, gate and up, and silu(gate). A backward has what it
+    computes again, the gradients of these, and that of the largest weight.
     """
     shape, e, t, held = layers.shape, layers.dtype_bytes, layers.tensor, tokens.held
     width = shape.ffn // t
     gathered = held * shape.hidden * e * (2 if t > 1 else 1)
     if not trains:
-        return max(gathered + 3 * held * width * e, _head_working(layers, tokens, trains))
+        return gathered + 3 * held * width * e
     again = layer_bytes(layers, tokens, "none") if layers.recompute == "full" else 0
     again = _attention(layers, tokens) if layers.recompute == "selective" else again
-    backward = again + 2 * gathered + 3 * held * width * e + 2 * width * shape.hidden * e
-    return max(backward, _head_working(layers, tokens, trains))
+    return again + 2 * gathered + 3 * held * width * e + 2 * width * shape.hidden * e
 
 
-def _head_working(layers: Layers, tokens: Tokens, trains: bool) -> int:
-    """Bytes that come and go at the head: a chunk of logits and, to train, the gradients of its two factors."""
+def head_working_bytes(layers: Layers, tokens: Tokens, trains: bool) -> int:
+    """Bytes that come and go at a language head: hidden states gathered, the rows that answer, and a chunk of logits.
+
+    To train, the rows are kept anyway (`saved_bytes`), and there are gradients of them and of the output layer.
+    """
     if not layers.is_last or layers.value_head:
         return 0
     shape = layers.shape
     rows = shape.padded_vocab(layers.tensor) // layers.tensor
-    gradients = (tokens.answers + rows) * shape.hidden * layers.dtype_bytes if trains else 0
-    return chunk_bytes(tokens.answers, rows) + gradients
+    hidden = tokens.held + tokens.answers + (rows if trains else 0)
+    return chunk_bytes(tokens.answers, rows) + hidden * shape.hidden * layers.dtype_bytes

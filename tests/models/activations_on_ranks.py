@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, get_args
 
 import torch
@@ -17,6 +18,7 @@ from rlhf_mc.models.heads import PLAIN, TokenLogprobs
 from rlhf_mc.models.loss import Loss, LossSum
 from rlhf_mc.models.passes import accumulate_gradients, zero_gradients
 from rlhf_mc.models.role import Head, RoleModel
+from rlhf_mc.parallel import attention
 from rlhf_mc.parallel.attention import PackedSequences
 from rlhf_mc.parallel.megatron_cpu import show_cpu_to_megatron
 from rlhf_mc.parallel.microbatches import PlannedMicrobatch
@@ -54,44 +56,62 @@ def _counted(model: RoleModel, run: Callable[[], Any]) -> int:
 def _tokens(packed: PackedMicrobatch, window: int | None) -> Tokens:
     """What the formula is told of a micro-batch."""
     sequences: PackedSequences = packed.sequences
+    masked = [group for group in sequences.groups if not group.is_plain_causal(window)]
     return Tokens(
         held=packed.tokens.numel(),
         answers=packed.rows.numel(),
         queries=sum(group.queries.padded.numel() for group in sequences.groups),
         keys=sum(group.keys.padded.numel() for group in sequences.groups),
-        bias=sum(
-            (1 if group.positions is None else group.rows) * group.queries.longest * group.keys.longest
-            for group in sequences.groups
-            if not group.is_plain_causal(window)
-        ),
+        masked_keys=sum(group.keys.padded.numel() for group in masked),
+        bias=sum((1 if group.positions is None else group.rows) * group.queries.longest * group.keys.longest for group in masked),
         reordered=sequences.order is not None,
     )
 
 
 def counted_and_predicted(
-    world: World, directory: str, head: Head, batch: SequenceBatch, dtype: str
+    world: World, directory: str, head: Head, batch: SequenceBatch, dtype: str, expands_keys: bool = False
 ) -> dict[Recompute, tuple[int, int]]:
-    """For each kind of recomputing: bytes that one micro-batch with all of `batch` keeps, counted and by formula."""
+    """For each kind of recomputing: bytes that one micro-batch with all of `batch` keeps, counted and by formula.
+
+    expands_keys: attention hands its kernel as many key/value heads as it must on a CUDA device.
+    """
     found = {}
-    for recompute in get_args(Recompute):
-        model = make_role(world, directory, head, Optim(), dtype, recompute=recompute)
-        show_cpu_to_megatron()
-        grid, shape = world.grid, model.shape
-        planned = PlannedMicrobatch(tuple(range(len(batch))))
-        packed = PackedBatch.of(batch, "predicted").pack(planned, grid.tensor, model.table, world.device, world.context)
-        layers = Layers(
-            shape=shape,
-            tensor=grid.tensor,
-            layers=shape.num_layers // grid.pipeline,
-            is_first=grid.is_first_stage,
-            is_last=grid.is_last_stage,
-            value_head=head == "value",
-            dtype_bytes=model.dtype.itemsize,
-            recompute=recompute,
-        )
-        predicted = saved_bytes(layers, _tokens(packed, shape.sliding_window))
-        found[recompute] = _counted(model, lambda: _forward(model, packed)), predicted
+    with _kernels_of_cuda() if expands_keys else nullcontext():
+        for recompute in get_args(Recompute):
+            found[recompute] = _of_one_kind(world, directory, head, batch, dtype, recompute, expands_keys)
     return found
+
+
+@contextmanager
+def _kernels_of_cuda() -> Iterator[None]:
+    """Inside, PackedAttention believes that its masked kernel wants all heads."""
+    usual, attention._masked_kernel_wants_all_heads = attention._masked_kernel_wants_all_heads, lambda device: True
+    try:
+        yield
+    finally:
+        attention._masked_kernel_wants_all_heads = usual
+
+
+def _of_one_kind(
+    world: World, directory: str, head: Head, batch: SequenceBatch, dtype: str, recompute: Recompute, expands_keys: bool
+) -> tuple[int, int]:
+    model = make_role(world, directory, head, Optim(), dtype, recompute=recompute)
+    show_cpu_to_megatron()
+    grid, shape = world.grid, model.shape
+    planned = PlannedMicrobatch(tuple(range(len(batch))))
+    packed = PackedBatch.of(batch, "predicted").pack(planned, grid.tensor, model.table, world.device, world.context)
+    layers = Layers(
+        shape=shape,
+        tensor=grid.tensor,
+        layers=shape.num_layers // grid.pipeline,
+        is_first=grid.is_first_stage,
+        is_last=grid.is_last_stage,
+        value_head=head == "value",
+        dtype_bytes=model.dtype.itemsize,
+        recompute=recompute,
+        expands_keys=expands_keys,
+    )
+    return _counted(model, lambda: _forward(model, packed)), saved_bytes(layers, _tokens(packed, shape.sliding_window))
 
 
 def peak_of_schedule(world: World, directory: str, batch: SequenceBatch, recompute: Recompute) -> tuple[int, int]:
