@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass
 from rlhf_mc.contradictions import contradictions
 
 Program = Literal["train", "sft", "reward_model", "heads"]
+Recompute = Literal["none", "selective", "full"]
 MOST_HEADS = 128  # vLLM's MAX_SPEC_LEN
 _ROLLOUT_FILE = "{:06d}.jsonl"
 
@@ -460,6 +461,7 @@ class Trainer:
     device: Literal["auto", "cpu", "cuda"] = "auto"  #: auto: CUDA where there is one
     dtype: Literal["fp32", "bf16"] = "bf16"  #: of parameters and activations; main params are fp32
     deterministic: bool = False  #: sums over ranks in rank order, deterministic kernels; slower
+    recompute: Recompute = "none"  #: what the backward of a trained role computes again: nothing, attention, or whole layers
     evaluate_every: int = 0  #: iterations between evaluations; 0: before and after only
     save_every: int = 0  #: train: iterations between checkpoints in output_dir/checkpoints; 0: none
     keep_last: int = 2  #: checkpoints that stay; older ones are removed
@@ -467,6 +469,11 @@ class Trainer:
     num_sample_rows: int = 8  #: rows of the sample table
     trace_iterations: int = 2  #: iterations before the present one kept for output_dir/trace/rank*.json; 0: no traces
     trust_remote_code: bool = False  #: run Python code that a model directory brings
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of a parameter or an activation."""
+        return {"fp32": 4, "bf16": 2}[self.dtype]
 
     @property
     def generates(self) -> bool:

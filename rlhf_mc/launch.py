@@ -33,6 +33,7 @@ def _die_with_parent() -> None:
 def quiet_libraries() -> None:
     """Silences what libraries say on every rank and no user can act on; start names the optimizer and norm in use instead."""
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*", module="megatron.*")
+    warnings.filterwarnings("ignore", message="If you are using transformer_engine", module="megatron.*")
     warnings.filterwarnings("ignore", message="full scope is deprecated", module="megatron.*")
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning)

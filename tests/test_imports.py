@@ -32,11 +32,13 @@ WITHOUT_MEGATRON = [
     "parallel/wire parallel/exchange parallel/job",
     "models/hf_config models/weight_layout models/loss models/precision medusa/shape medusa/steps",
     "pipeline/dispatch pipeline/schedule pipeline/engine pipeline/control pipeline/generation pipeline/server pipeline/weight_sync",
-    "medusa/shape medusa/files medusa/draft_length",
+    "medusa/shape medusa/files medusa/draft_length models/activations parallel/logits_chunk",
     "stages/serve",
 ]
 WITHOUT_TORCH = [
     "config contradictions config_keys recipe",
+    "models/activations models/roles parallel/logits_chunk pipeline/kv_cache",
+    "offload/layout offload/minimum offload/parts offload/planned offload/sizes offload/text plan main",
     "models/hf_config models/weight_layout parallel/grids parallel/reshard parallel/balance parallel/microbatches",
     "medusa/shape medusa/steps medusa/draft_length medusa/drafting",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 from typing import Literal
 
 import torch
@@ -18,22 +17,13 @@ from rlhf_mc.models.hf_config import ModelShape, read_shape
 from rlhf_mc.models.hf_weights import export_hf_weights, load_hf_weights, save_hf_directory
 from rlhf_mc.models.optimizer import build_optimizer, torch_optimizers, wrap_for_training
 from rlhf_mc.models.precision import DTYPES
+from rlhf_mc.models.roles import Role
 from rlhf_mc.models.transformer import Decoder, build_decoder, rotary_table
 from rlhf_mc.models.weight_layout import Shard
 from rlhf_mc.parallel.packing import PackedMicrobatch, RotaryTable
 from rlhf_mc.parallel.world import World
 
 Head = Literal["language", "value"]
-
-
-class Role(str, Enum):
-    """Whose model it is."""
-
-    ACTOR = "actor"
-    CRITIC = "critic"
-    REFERENCE = "reference"
-    REWARD = "reward_model"
-    MEDUSA = "medusa"
 
 
 @dataclass(kw_only=True)
@@ -138,7 +128,8 @@ def build_role(role: Role, head: Head, path: str, settings: Settings, world: Wor
     shape.check_layout(world.grid.tensor, world.grid.pipeline, key)
     dtype = DTYPES[settings.trainer.dtype]
     is_value = head == "value"
-    decoder = build_decoder(shape, world.grid, dtype, world.device, tied=shape.tied and not is_value)
+    recompute = "none" if optim is None else settings.trainer.recompute
+    decoder = build_decoder(shape, world.grid, dtype, world.device, shape.tied and not is_value, recompute)
     if is_value and world.grid.is_last_stage:
         with world.device:
             decoder.output_layer = ValueHead(shape.hidden, decoder.config.sequence_parallel)

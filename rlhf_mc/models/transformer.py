@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
@@ -17,7 +19,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rlhf_mc.config import ConfigError
+from rlhf_mc.config import ConfigError, Recompute
 from rlhf_mc.models.elementwise import RMSNorm, SwiGLU
 from rlhf_mc.models.hf_config import ModelShape
 from rlhf_mc.parallel.attention import PackedAttention
@@ -28,8 +30,16 @@ from rlhf_mc.parallel.packing import RotaryTable
 # Scalings whose frequencies are the same for every sequence; of the others, one table for all would be wrong.
 _ROPE_SCALINGS = ("linear", "llama3", "yarn")
 
+# Which activations the backward makes again (arXiv:2205.05198): of selective, those inside the attention; of full, all of a
+# layer but its input. models/activations.py says what is left.
+_RECOMPUTE: dict[Recompute, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
-def transformer_config(shape: ModelShape, grid: TrainingGrid, dtype: torch.dtype) -> TransformerConfig:
+
+def transformer_config(shape: ModelShape, grid: TrainingGrid, dtype: torch.dtype, recompute: Recompute = "none") -> TransformerConfig:
     """megatron's settings for this model: no dropout, no fusion that the CPU lacks, sequence parallel with tensor parallel.
 
     calculate_per_token_loss makes megatron leave the loss and the gradients undivided: we divide once, by a global count.
@@ -67,6 +77,7 @@ def transformer_config(shape: ModelShape, grid: TrainingGrid, dtype: torch.dtype
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
+        **_RECOMPUTE[recompute],
     )
 
 
@@ -126,12 +137,14 @@ class Decoder(GPTModel):
         return hidden_states
 
 
-def build_decoder(shape: ModelShape, grid: TrainingGrid, dtype: torch.dtype, device: torch.device, tied: bool) -> Decoder:
+def build_decoder(
+    shape: ModelShape, grid: TrainingGrid, dtype: torch.dtype, device: torch.device, tied: bool, recompute: Recompute = "none"
+) -> Decoder:
     """The decoder of this rank's shard on `device`, its weights not yet set. `tied`: the output layer is the embedding."""
     spec = TransformerBlockSubmodules(layer_specs=[layer_spec(shape)] * (shape.num_layers // grid.pipeline), layer_norm=RMSNorm)
     with device, cpu_tensors_pass_for_cuda(device.type == "cpu"):
         decoder = Decoder(
-            config=transformer_config(shape, grid, dtype),
+            config=transformer_config(shape, grid, dtype, recompute),
             transformer_layer_spec=spec,
             vocab_size=shape.padded_vocab(grid.tensor),
             max_sequence_length=shape.max_positions,

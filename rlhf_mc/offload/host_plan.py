@@ -1,27 +1,21 @@
-"""Before any model is built: what the roles will take, whether the hosts have it, and the Residency that follows the plan."""
+"""Before any model is built: whether the hosts have what the roles will take, and the Residency that follows the plan."""
 
 from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-
 from rlhf_mc.config import ConfigError, Settings
-from rlhf_mc.medusa.shape import HeadsShape
-from rlhf_mc.models.hf_config import read_shape
-from rlhf_mc.models.precision import DTYPES
-from rlhf_mc.models.role import Role
+from rlhf_mc.models.roles import Role
 from rlhf_mc.offload.ledger import Ledger
-from rlhf_mc.offload.minimum import RoleBytes, Visit, heads_visits, ppo_visits
 from rlhf_mc.offload.neighbours import neighbours
-from rlhf_mc.offload.parts import Part
+from rlhf_mc.offload.planned import host_needs, planned_bytes, planned_visits
 from rlhf_mc.offload.residency import Residency
-from rlhf_mc.offload.sizes import HeadsKind, Place, RoleKind, heads_bytes, role_bytes
+from rlhf_mc.offload.sizes import Place
 from rlhf_mc.offload.text import aligned, readable
-from rlhf_mc.parallel.grids import TrainingGrid
 from rlhf_mc.parallel.world import World
 
 if TYPE_CHECKING:
@@ -29,44 +23,6 @@ if TYPE_CHECKING:
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
-_TRAINED, _VALUE_HEAD = (Role.ACTOR, Role.CRITIC), (Role.CRITIC, Role.REWARD)
-
-
-def planned_bytes(settings: Settings, paths: Mapping[Role, str], grid: TrainingGrid) -> dict[Role, RoleBytes]:
-    """Bytes of each role on this rank, from the config.json at its path and the settings; the actor's draft heads are one more."""
-    dtype_bytes, distributed_optimizer = DTYPES[settings.trainer.dtype].itemsize, settings.parallel.distributed_optimizer
-    place = Place(grid.tensor, grid.pipeline, grid.stage, grid.copies, grid.copy_rank)
-    planned = {}
-    for role, path in paths.items():
-        kind = RoleKind(
-            shape=read_shape(path, f"{role.value}.path"),
-            value_head=role in _VALUE_HEAD,
-            trained=role in _TRAINED and settings.trainer.trains,
-            dtype_bytes=dtype_bytes,
-            num_positions=settings.longest_sequence,
-            distributed_optimizer=distributed_optimizer,
-        )
-        planned[role] = role_bytes(kind, place)
-    if settings.medusa.enabled:
-        actor = read_shape(paths[Role.ACTOR], "actor.path")
-        heads = HeadsKind(
-            shape=HeadsShape.of(settings.medusa, actor),
-            model=actor,
-            trained=settings.trains_heads,
-            dtype_bytes=dtype_bytes,
-            distributed_optimizer=distributed_optimizer,
-        )
-        planned[Role.MEDUSA] = heads_bytes(heads, place)
-    return planned
-
-
-def planned_visits(settings: Settings, paths: Mapping[Role, str], actor_rests: bool = False) -> list[Visit]:
-    """One iteration of the run with these roles. actor_rests: one in which the critic warms up."""
-    if Role.CRITIC not in paths:
-        return heads_visits(Role.ACTOR, Role.MEDUSA)
-    frozen = [role for role in (Role.REFERENCE, Role.REWARD) if role in paths]
-    heads = Role.MEDUSA if settings.medusa.enabled else None
-    return ppo_visits(Role.ACTOR, Role.CRITIC, frozen, actor_rests, heads, settings.trains_heads)
 
 
 def available_host_bytes() -> int:
@@ -77,27 +33,6 @@ def available_host_bytes() -> int:
     if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
         available = min(available, int(limit.read_text()) - int(used.read_text()))
     return available
-
-
-def host_needs(
-    roles: Mapping[Role, RoleBytes], visits: Iterable[Visit], sharing: int, offload: bool, on_cpu: bool
-) -> Counter[str]:
-    """Bytes of host memory that this rank takes, by use. On CPU, what stands for the device is host memory too.
-
-    visits: what is on the device together, if roles take turns there.
-    """
-    needs: Counter[str] = Counter()
-    if offload:
-        for role, size in roles.items():
-            needs[f"{role.value}: host copy"] = sum(n for part, n in size.shared(sharing).parts.items() if part is not Part.GRADS)
-    if on_cpu and offload:
-        together = {visit: sum(roles[role].parts[part] for role, part in visit.wanted()) for visit in visits}
-        largest = max(together, key=together.__getitem__)
-        names = " and ".join(claim.role.value for claim in largest.claims())
-        needs[f"{names}: while on the device"] = together[largest]
-    elif on_cpu:
-        needs.update({f"{role.value}: stays": sum(size.parts.values()) for role, size in roles.items()})
-    return needs
 
 
 def refuse_small_host(world: World, needs: Counter[str], available_bytes: int) -> None:
@@ -126,7 +61,9 @@ def plan_residency(settings: Settings, paths: Mapping[Role, str], world: World, 
     shared_by = neighbours(world) if offload.enabled and offload.share_host_copies else None
     sharing = shared_by.size() if shared_by else 1
     visits = planned_visits(settings, paths)
-    needs = host_needs(planned_bytes(settings, paths, world.grid), visits, sharing, offload.enabled, world.on_cpu)
+    grid = world.grid
+    place = Place(grid.tensor, grid.pipeline, grid.stage, grid.copies, grid.copy_rank)
+    needs = host_needs(planned_bytes(settings, paths, place), visits, sharing, offload.enabled, world.on_cpu)
     refuse_small_host(world, needs, available_host_bytes())
     budget = offload.device_budget_gib
     return Residency(

@@ -16,12 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from rlhf_mc.models.roles import Role
 from rlhf_mc.offload.parts import TRAINING, Part
-
-if TYPE_CHECKING:
-    from rlhf_mc.models.role import Role
 
 Direction = Literal["to_host", "to_device"]
 

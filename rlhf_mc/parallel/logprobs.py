@@ -12,10 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_mc.parallel.logits_chunk import chunk_tokens
 from rlhf_mc.parallel.reductions import all_reduce
-
-# Logits of one chunk, in elements. The extra memory is two float32 matrices of that size, forward and backward: 8 times so many bytes.
-_CHUNK_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class _Scope:
 
 
 def _chunks(num_tokens: int, num_rows: int) -> list[slice]:
-    size = max(1, _CHUNK_ELEMENTS // max(1, num_rows))
+    size = chunk_tokens(num_rows)
     return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
 

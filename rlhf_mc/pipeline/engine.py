@@ -38,13 +38,13 @@ from rlhf_mc.models.weight_layout import engine_pieces, hf_shapes
 from rlhf_mc.parallel.grids import RolloutGrid
 from rlhf_mc.parallel.reshard import Block, Piece, Shapes
 from rlhf_mc.pipeline.dispatch import Completion, SampleRequest
+from rlhf_mc.pipeline.kv_cache import BLOCK_TOKENS, sequence_bytes
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
 _DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 _GIB = 2**30
-_BLOCK_TOKENS = 32  # of the KV cache and of cached prefixes; vLLM's CPU attention needs a multiple of 32
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -169,7 +169,7 @@ class Engine:
                 max_model_len=self._max_model_len,
                 max_num_seqs=self._settings.max_running_sequences,
                 kv_cache_memory_bytes=int(self._settings.kv_cache_gib * _GIB),
-                block_size=_BLOCK_TOKENS,
+                block_size=BLOCK_TOKENS,
                 enable_prefix_caching=True,
                 enable_sleep_mode=self._cuda and self._settings.placement == "colocated",
                 logprobs_mode="processed_logprobs",
@@ -382,7 +382,7 @@ def check_settings(shape: ModelShape, settings: Rollout, dtype: str, max_prompt_
             f"rollout.tensor_parallel: {settings.tensor_parallel} does not divide the {shape.num_heads} attention heads "
             "of actor.path; choose a divisor"
         )
-    needed = _kv_cache_bytes(shape, max_model_len, settings.tensor_parallel, _DTYPE_BYTES[dtype])
+    needed = sequence_bytes(shape, max_model_len, settings.tensor_parallel, _DTYPE_BYTES[dtype])
     if needed > settings.kv_cache_gib * _GIB:
         raise ConfigError(
             f"rollout.kv_cache_gib: {settings.kv_cache_gib} GiB on each rank cannot hold one sequence of {max_model_len} tokens "
@@ -407,13 +407,6 @@ def check_memory(settings: Rollout, grid: RolloutGrid) -> None:
     dist.all_gather_object(shortages, shortage)
     if any(shortages):
         raise ConfigError(next(message for message in shortages if message))
-
-
-def _kv_cache_bytes(shape: ModelShape, num_tokens: int, tensor_parallel: int, dtype_bytes: int) -> int:
-    """Keys and values of one sequence on one rank: whole blocks, and the one that vLLM sets aside."""
-    heads = max(1, shape.num_kv_heads // tensor_parallel)
-    num_blocks = math.ceil(num_tokens / _BLOCK_TOKENS) + 1
-    return 2 * shape.num_layers * heads * shape.head_dim * num_blocks * _BLOCK_TOKENS * dtype_bytes
 
 
 def _numel(pieces: Iterable[Piece], shapes: Shapes) -> int:

@@ -21,7 +21,8 @@ from rlhf_mc.medusa.shape import HeadsShape
 from rlhf_mc.models.heads import Sampling
 from rlhf_mc.models.hf_config import read_shape
 from rlhf_mc.models.optimizer import kernels_in_use
-from rlhf_mc.models.role import Role, RoleModel, build_role
+from rlhf_mc.models.role import RoleModel, build_role
+from rlhf_mc.models.roles import Role, role_paths
 from rlhf_mc.offload import ModelState, Residency, plan_residency
 from rlhf_mc.parallel.exchange import Reshard
 from rlhf_mc.parallel.grids import RolloutGrid
@@ -146,21 +147,6 @@ def read_sources(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Sour
             shuffle=data.shuffle,
         )
     return Sources(train, validation, ptx)
-
-
-def role_paths(settings: Settings) -> dict[Role, str]:
-    """The Hugging Face directory that each role of this run starts from. The critic starts from the reward model unless named.
-
-    A directory comes first under the role whose key names it, so that what is wrong with it is said of that key.
-    """
-    paths = {
-        Role.ACTOR: settings.actor.path,
-        Role.REWARD: settings.reward_model.path,
-        Role.CRITIC: settings.critic.path or settings.reward_model.path,
-        Role.REFERENCE: settings.reference.path or settings.actor.path,
-    }
-    needed = {"update": {Role.ACTOR, Role.CRITIC}, "heads": {Role.ACTOR}}.get(settings.trainer.mode, set(Role))
-    return {role: path for role, path in paths.items() if path is not None and role in needed}
 
 
 def check_models(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> None:

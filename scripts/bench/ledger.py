@@ -39,16 +39,16 @@ def overrides(task: Path, output: Path, iterations: int) -> list[str]:
 
 def minimum_of_iterations(arguments: list[str], num_ranks: int) -> list[int]:
     """Bytes of rank 0 in each iteration, by the settings."""
-    from rlhf_mc.offload.host_plan import planned_bytes, planned_visits
+    from rlhf_mc.models.roles import role_paths
     from rlhf_mc.offload.minimum import minimum_bytes
-    from rlhf_mc.parallel.grids import TrainingGrid
-    from rlhf_mc.stages.start import role_paths
+    from rlhf_mc.offload.planned import planned_bytes, planned_visits
+    from rlhf_mc.offload.sizes import Place
 
     settings, _ = load_settings(arguments, "train")
     parallel = settings.parallel
-    grid = TrainingGrid(num_ranks, 0, parallel.tensor, parallel.pipeline, parallel.context)
-    sharing = grid.copies if settings.offload.share_host_copies else 1
-    sizes = {role: size.shared(sharing) for role, size in planned_bytes(settings, role_paths(settings), grid).items()}
+    place = Place(parallel.tensor, parallel.pipeline, copies=num_ranks // (parallel.tensor * parallel.pipeline))
+    sharing = place.copies if settings.offload.share_host_copies else 1
+    sizes = {role: size.shared(sharing) for role, size in planned_bytes(settings, role_paths(settings), place).items()}
     visits, totals = [], [0]
     for iteration in range(settings.trainer.iterations):
         rests = iteration < settings.critic.warmup_iterations

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlhf_mc.launch import quiet_libraries, use_share_of_cores
-from rlhf_mc.parallel import logprobs
+from rlhf_mc.parallel.logits_chunk import chunk_bytes
 from rlhf_mc.parallel.logprobs import vocabulary_parallel_logprobs
 
 VOCABULARIES = [32000, 128256, 151936]  # Llama 2, Llama 3, Qwen 2.5
@@ -65,9 +65,7 @@ class Case:
     @property
     def memory_formula(self) -> int:
         """Bytes of two float32 matrices of a chunk."""
-        rows = self.weight.size(0)
-        chunk = min(self.hidden.size(0), logprobs._CHUNK_ELEMENTS // rows)
-        return 2 * 4 * chunk * rows
+        return chunk_bytes(self.hidden.size(0), self.weight.size(0))
 
     @property
     def across_formula(self) -> int:

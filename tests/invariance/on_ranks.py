@@ -9,7 +9,7 @@ from models.on_ranks import exported, make_role
 from torch import Tensor
 
 from rlhf_mc.batch import SequenceBatch
-from rlhf_mc.config import MicroBatch, Optim
+from rlhf_mc.config import MicroBatch, Optim, Recompute
 from rlhf_mc.models.heads import TokenLogprobs
 from rlhf_mc.models.loss import Loss, LossSum
 from rlhf_mc.models.passes import accumulate_gradients, update, zero_gradients
@@ -46,9 +46,11 @@ def train(
     distributed_optimizer: bool,
     optim: dict[str, Any],
     num_steps: int,
+    dtype: str = "fp32",
+    recompute: Recompute = "none",
 ) -> dict[str, Any]:
     """`num_steps` on the same batch: the loss and the gradient norm of each, and the weights afterwards, by Hugging Face name."""
-    model = make_role(world, directory, head, Optim(**optim), distributed_optimizer=distributed_optimizer)
+    model = make_role(world, directory, head, Optim(**optim), dtype, distributed_optimizer, recompute)
     losses, grad_norms = [], []
     for _ in range(num_steps):
         zero_gradients(model)

@@ -160,3 +160,18 @@ def test_the_same_run_gives_the_same_bits(ranks: RankPool, language_model, layou
     for name, weight in first[0]["weights"].items():
         assert torch.equal(weight, second[0]["weights"][name]), name
         assert all(torch.equal(weight, other["weights"][name]) for other in first), f"{name} differs between ranks"
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, pipeline=2), Layout(tensor=2, context=2)], ids=str)
+def test_recomputing_changes_no_bit(ranks: RankPool, language_model, value_model, layout: Layout) -> None:
+    """The backward computes with the same numbers as the forward did, in the same order; norms of q and k, and a value head, included."""
+    for directory, head, dtype in [(language_model("qwen3"), "language", "fp32"), (value_model("llama"), "value", "bf16")]:
+        kept, *others = (
+            trained(ranks, layout, directory, head, dtype=dtype, recompute=recompute) for recompute in ("none", "selective", "full")
+        )
+        for other in others:
+            for rank, (expected, found) in enumerate(zip(kept, other, strict=True)):
+                assert torch.equal(found["losses"], expected["losses"]) and torch.equal(found["grad_norms"], expected["grad_norms"])
+                assert found["weights"].keys() == expected["weights"].keys()
+                wrong = [name for name, weight in found["weights"].items() if not torch.equal(weight, expected["weights"][name])]
+                assert not wrong, (rank, wrong)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_mc.batch import SequenceBatch
-from rlhf_mc.config import MicroBatch, Optim, Parallel, Settings, Trainer
+from rlhf_mc.config import MicroBatch, Optim, Parallel, Recompute, Settings, Trainer
 from rlhf_mc.models import hf_weights
 from rlhf_mc.models.heads import PLAIN, Sampling, TokenLogprobs
 from rlhf_mc.models.loss import Loss, LossSum
@@ -26,13 +26,14 @@ def make_role(
     optim: Optim | None = None,
     dtype: str = "fp32",
     distributed_optimizer: bool = True,
+    recompute: Recompute = "none",
 ) -> RoleModel:
     """The role of `directory` on the grid of `world`."""
     grid = world.grid
     parallel = Parallel(
         tensor=grid.tensor, context=grid.context, pipeline=grid.pipeline, distributed_optimizer=distributed_optimizer
     )
-    settings = Settings(trainer=Trainer(device="cpu", dtype=dtype), parallel=parallel)
+    settings = Settings(trainer=Trainer(device="cpu", dtype=dtype, recompute=recompute), parallel=parallel)
     role = Role.ACTOR if head == "language" else Role.CRITIC
     return build_role(role, head, directory, settings, world, optim)
 

@@ -22,9 +22,10 @@ from rlhf_mc.models.optimizer import torch_optimizers
 from rlhf_mc.models.role import Resident, Role, RoleModel, build_role
 from rlhf_mc.offload import TRAINING, Ledger, ModelState, Part, Residency, ResidencyError, Visit
 from rlhf_mc.offload.arena import storage_key
-from rlhf_mc.offload.host_plan import host_needs, plan_residency, planned_bytes, planned_visits, refuse_small_host
+from rlhf_mc.offload.host_plan import plan_residency, refuse_small_host
 from rlhf_mc.offload.minimum import RoleBytes, ppo_visits
 from rlhf_mc.offload.neighbours import neighbours
+from rlhf_mc.offload.planned import host_needs, planned_bytes, planned_visits
 from rlhf_mc.offload.residue import residue
 from rlhf_mc.offload.sizes import HeadsKind, Place, RoleKind, heads_bytes, role_bytes
 from rlhf_mc.parallel.world import World, seed_everything
@@ -122,14 +123,19 @@ def compare_training(world: World, steps: int, share: bool, **arguments) -> list
     return [name for name in plain if not torch.equal(plain[name], offloaded[name])]
 
 
+def place_of(world: World) -> Place:
+    """This rank's place."""
+    grid = world.grid
+    return Place(grid.tensor, grid.pipeline, grid.stage, grid.copies, grid.copy_rank)
+
+
 def measured_and_predicted_bytes(
     world: World, language: str, value: str, dtype: str, distributed: bool
 ) -> list[tuple[str, RoleBytes, RoleBytes]]:
     """(role, bytes found, bytes predicted from config.json and the layout), for four roles and all kinds of draft heads on this rank."""
     actor, critic = actor_and_critic(world, language, value, dtype, distributed)
     frozen = [make_role(world, language, "language", dtype=dtype), make_role(world, value, "value", dtype=dtype)]
-    grid = world.grid
-    place = Place(grid.tensor, grid.pipeline, grid.stage, grid.copies, grid.copy_rank)
+    place = place_of(world)
     results = []
     for model in (actor, critic, *frozen):
         trained = model.optimizer is not None
@@ -141,7 +147,7 @@ def measured_and_predicted_bytes(
         heads = HeadsShape.of(settings, actor.shape)
         kind = HeadsKind(heads, actor.shape, optim is not None, actor.dtype.itemsize, distributed)
         found, predicted = ModelState.of(draft_heads(actor, settings, optim, distributed)).role_bytes(), heads_bytes(kind, place)
-        assert any(predicted.parts.values()) == grid.is_last_stage
+        assert any(predicted.parts.values()) == world.grid.is_last_stage
         results.append((f"{heads}, {'trained' if optim else 'frozen'}", found, predicted))
     return results
 
@@ -349,7 +355,7 @@ def planned_settings(
 def small_host(world: World, language: str, value: str, available_bytes: int) -> str:
     """What is said where the host has `available_bytes` to give."""
     settings, paths = planned_settings(world, language, value)
-    sizes, visits = planned_bytes(settings, paths, world.grid), planned_visits(settings, paths)
+    sizes, visits = planned_bytes(settings, paths, place_of(world)), planned_visits(settings, paths)
     needs = host_needs(sizes, visits, 1, offload=True, on_cpu=True)
     try:
         refuse_small_host(world, needs, available_bytes)
@@ -362,7 +368,7 @@ def planned_and_taken(world: World, language: str, value: str, share: bool, mode
     """Bytes of host copies on this rank: by the plan, and as the Residency has them once all roles are built."""
     settings, paths = planned_settings(world, language, value, share, mode)
     sharing = world.grid.copies if share else 1
-    sizes, visits = planned_bytes(settings, paths, world.grid), planned_visits(settings, paths)
+    sizes, visits = planned_bytes(settings, paths, place_of(world)), planned_visits(settings, paths)
     needs = host_needs(sizes, visits, sharing, offload=True, on_cpu=False)
     residency = plan_residency(settings, paths, world)
     optim = OPTIM if settings.trainer.trains else None

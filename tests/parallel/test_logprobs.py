@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import Layout, RankPool
 from torch import Tensor
 
-from rlhf_mc.parallel import logprobs
+from rlhf_mc.parallel import logits_chunk
 from rlhf_mc.parallel.logprobs import Banned, TargetStatistics, vocabulary_parallel_logprobs
 
 NUM_TOKENS, HIDDEN, VOCAB, TEMPERATURE = 5, 4, 7, 0.7
@@ -91,7 +91,7 @@ def test_bf16_takes_the_softmax_in_float32(alone: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("tokens_in_a_chunk", [1, 2, 5])
 def test_chunks_change_nothing(alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, tokens_in_a_chunk: int) -> None:
     """Chunks of one token; of two, with a shorter last one; and one that ends exactly with the batch."""
-    monkeypatch.setattr(logprobs, "_CHUNK_ELEMENTS", tokens_in_a_chunk * VOCAB)
+    monkeypatch.setattr(logits_chunk, "CHUNK_ELEMENTS", tokens_in_a_chunk * VOCAB)
     hidden, weight, targets = random_inputs()
     ours = vocabulary_parallel_logprobs(hidden, weight, targets, 0, TEMPERATURE, alone, BANNED)
     theirs = reference(hidden, weight, targets, BANNED)
@@ -112,12 +112,12 @@ def test_two_matrices_of_a_chunk_are_the_most_that_is_held(alone: dist.ProcessGr
 
     In float32, whose products take no scratch memory from the allocator; that of bf16 products is not small at this size.
     """
-    monkeypatch.setattr(logprobs, "_CHUNK_ELEMENTS", 16 * 8192)
+    monkeypatch.setattr(logits_chunk, "CHUNK_ELEMENTS", 16 * 8192)
     hidden, weight = torch.randn(64, 4, requires_grad=True), torch.randn(8192, 4, requires_grad=True)
     targets, answers = torch.arange(64), []
     forward = peak_bytes(lambda: answers.extend(vocabulary_parallel_logprobs(hidden, weight, targets, 0, TEMPERATURE, alone)))
     backward = peak_bytes(lambda: (answers[0].sum() + answers[1].sum()).backward()) - hidden.grad.nbytes - weight.grad.nbytes
-    two_matrices = 2 * 4 * logprobs._CHUNK_ELEMENTS
+    two_matrices = 2 * 4 * logits_chunk.CHUNK_ELEMENTS
     assert two_matrices <= forward < 1.05 * two_matrices and two_matrices <= backward < 1.05 * two_matrices
 
 
