@@ -56,12 +56,12 @@ def _counted(model: RoleModel, run: Callable[[], Any]) -> int:
 def _tokens(packed: PackedMicrobatch, window: int | None) -> Tokens:
     """What the formula is told of a micro-batch."""
     sequences: PackedSequences = packed.sequences
-    masked = [group for group in sequences.groups if not group.is_plain_causal(window)]
+    masked = [call for call in sequences.calls if not call.is_plain_causal(window)]
     return Tokens(
         held=packed.tokens.numel(),
         answers=packed.rows.numel(),
-        queries=sum(group.queries.padded.numel() for group in sequences.groups),
-        keys=sum(group.keys.padded.numel() for group in sequences.groups),
+        queries=sum(group.queries.padded.numel() for group in sequences.calls),
+        keys=sum(group.keys.padded.numel() for group in sequences.calls),
         masked_keys=sum(group.keys.padded.numel() for group in masked),
         bias=sum((1 if group.positions is None else group.rows) * group.queries.longest * group.keys.longest for group in masked),
         reordered=sequences.order is not None,
