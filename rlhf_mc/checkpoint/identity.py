@@ -18,7 +18,7 @@ from rlhf_mc.parallel.world import World
 _FREE = (
     "trainer.output_dir", "trainer.evaluate_every", "trainer.num_sample_rows", "trainer.trace_iterations", "trainer.trust_remote_code",
     "trainer.save_every", "trainer.keep_last", "trainer.resume", "trainer.device",
-    "data.validation", "supervised", "wandb", "parallel", "offload", "pipeline", "rollout.placement", "rollout.engine_ranks",
+    "data.validation", "supervised", "guard", "watchdog", "wandb", "parallel", "offload", "pipeline", "rollout.placement", "rollout.engine_ranks",
     "rollout.tensor_parallel", "rollout.max_running_sequences", "rollout.kv_cache_gib", "rollout.enforce_eager", "rollout.dump",
     "reward.num_workers", "reward.timeout_seconds", "reward.max_error_rate",
     "actor.micro_batch", "actor.scoring_micro_batch", "critic.micro_batch", "critic.scoring_micro_batch",

@@ -6,6 +6,7 @@ token or sequence, in the batch's order, the same on every rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -155,11 +156,26 @@ def zero_gradients(model: Resident) -> None:
     model.accumulating = False
 
 
-def update(model: RoleModel, lr: float) -> float:
-    """Collective over all ranks. Sums the gradients over ranks, clips, steps at `lr`; the gradient norm before clipping."""
+def update(model: RoleModel, lr: float, max_norm: float | None = None) -> float:
+    """Collective over all ranks. Sums the gradients over ranks, clips, steps at `lr`; the gradient norm before clipping.
+
+    Where the norm is not finite, or exceeds `max_norm`, no rank steps: the role stays as it is, bit for bit.
+    """
     model.check_present("params", "gradients", "optimizer")
     finalize_model_grads([model.ddp])
-    grad_norm = step_optimizer(model.optimizer, lr, model.world.on_cpu)
-    model.version += 1
+    stepped = False
+
+    def allows(norm: float) -> bool:
+        nonlocal stepped
+        stepped = not model.world.any_rank(not math.isfinite(norm) or (max_norm is not None and norm > max_norm))
+        return stepped
+
+    grad_norm = step_optimizer(model.optimizer, lr, model.world.on_cpu, allows)
+    model.version += stepped
     model.accumulating = False
     return grad_norm
+
+
+def bad_gradients(model: Resident) -> list[str]:
+    """Names of the params whose gradients, summed as far as this rank has them, are not finite. No collective."""
+    return [name for name, param in model.ddp.module.named_parameters() if not param.main_grad.isfinite().all()]

@@ -19,6 +19,7 @@ from rlhf_mc.config import ConfigError
 
 _TIMEOUT = timedelta(minutes=30)
 _WHILE_OTHERS_TRAIN = timedelta(days=365)
+_OVER = "over"
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,21 @@ class Bridge:
     """The groups over all ranks of a job, outside of torch.distributed's world, with the job's ranks (gloo, for host tensors).
 
     control: commands and answers; its messages wait for as long as the other side may train.  weights: the weight sync, on CPU.
-    store: for communicators that are made later.
+    store: for communicators that are made later, and for the sign that the run is over.
     """
 
     job: Job
     control: dist.ProcessGroupGloo
     weights: dist.ProcessGroupGloo
     store: dist.Store
+
+    def say_over(self) -> None:
+        """The trainer has left the run at a safe point; the engines, which may be decoding, are to leave too."""
+        self.store.set(_OVER, "1")
+
+    def is_over(self) -> bool:
+        """Whether the trainer has said so. From any thread."""
+        return self.store.check([_OVER])
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
