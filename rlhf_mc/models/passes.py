@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -43,8 +44,9 @@ def _run_schedule(
 
     def forward_step(data: Iterator[PackedMicrobatch], module: torch.nn.Module):
         packed = next(data)
-        hidden = module(input_ids=packed.tokens[None], position_ids=None, attention_mask=None, packed_seq_params=packed.sequences)
-        return hidden, lambda output: loss(output, packed)
+        with _naming_sequences(packed):
+            hidden = module(input_ids=packed.tokens[None], position_ids=None, attention_mask=None, packed_seq_params=packed.sequences)
+        return hidden, lambda output: _named_loss(loss, output, packed)
 
     if model.world.on_cpu:
         show_cpu_to_megatron()
@@ -57,6 +59,22 @@ def _run_schedule(
         micro_batch_size=1,
         forward_only=forward_only,
     )
+
+
+@contextmanager
+def _naming_sequences(packed: PackedMicrobatch) -> Iterator[None]:
+    """An error inside says which sequences it came with."""
+    try:
+        yield
+    except Exception as error:
+        numbers = ", ".join(map(str, packed.sequence_ids.unique().tolist()))
+        error.add_note(f"with sequences {numbers} of the batch that the pass was given")
+        raise
+
+
+def _named_loss(loss: Callable, output: Tensor, packed: PackedMicrobatch):
+    with _naming_sequences(packed):
+        return loss(output, packed)
 
 
 def score(
