@@ -78,14 +78,15 @@ def _begin_saving(run: Run) -> None:
 
 
 def finish_checkpoint(run: Run) -> None:
-    """Collective over all ranks. The checkpoint that was begun is whole and found from here on; older ones than trainer.keep_last go.
+    """Collective over all ranks. The checkpoint that was begun is whole and found from here on; older ones go, see trainer.keep_last and keep_best.
 
     Comes before the next update, which changes what is being written. Raises CheckpointError on every rank where one could not write.
     """
     if run.saving is None:
         return
+    trainer = run.settings.trainer
     with run.clock.stage("finish_checkpoint"):
-        num_bytes = run.saving.publish(run.settings.trainer.keep_last)
+        num_bytes = run.saving.publish(trainer.keep_last, trainer.keep_best, trainer.best_by)
     run.tracker.say(f"checkpoint after {run.saving.iteration} iterations: {readable(num_bytes)}")
     run.saving = None
 
