@@ -141,11 +141,6 @@ class _Begun:
         return self._stage.__exit__(*error)
 
 
-def pays_nothing(sample) -> float:
-    """A reward function that may be told to pay beyond all bounds, as a broken scorer does."""
-    return 1e30 if os.environ.get("WILD_REWARD") else 0.0
-
-
 if __name__ == "__main__":
     if FAULTS:
         FaultyClock().put_in()
