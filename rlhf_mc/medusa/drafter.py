@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,11 +115,14 @@ def _fill(drafter: DraftModel, tensors: Mapping[str, Tensor]) -> None:
 
 
 def update_heads(drafter: DraftModel, lr: float) -> float:
-    """Collective over all ranks. Sums the gradients over ranks, clips, steps at `lr`; the gradient norm before clipping."""
+    """Collective over all ranks. Sums the gradients over ranks, clips, steps at `lr`; the gradient norm before clipping.
+
+    Where it is not finite, no rank steps.
+    """
     drafter.check_present("params", "gradients", "optimizer")
     # All that megatron's finalize_model_grads does for parameters which are neither tied nor whole on each tensor rank.
     drafter.ddp.finish_grad_sync()
     grad_norm = step_optimizer(drafter.optimizer, lr, drafter.world.on_cpu)
-    drafter.version += 1
+    drafter.version += math.isfinite(grad_norm)
     drafter.accumulating = False
     return grad_norm

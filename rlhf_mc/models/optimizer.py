@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+from collections.abc import Callable
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import nn
 
 from rlhf_mc.config import Optim
@@ -86,10 +89,20 @@ def build_optimizer(ddp: DistributedDataParallel, optim: Optim, dtype: torch.dty
     return optimizer
 
 
-def step_optimizer(optimizer: MegatronOptimizer, lr: float, on_cpu: bool) -> float:
-    """Collective over all ranks. One AdamW step at `lr` on finalised gradients; the gradient norm before clipping."""
+def step_optimizer(optimizer: MegatronOptimizer, lr: float, on_cpu: bool, allows: Callable[[float], bool] = math.isfinite) -> float:
+    """Collective over all ranks. One AdamW step at `lr` on finalised gradients; the gradient norm before clipping.
+
+    allows: whether to step with this norm, alike on all ranks; where not, params and moments stay as they are, bit for bit.
+    It is megatron's own step, but for a look at the norm between clipping and stepping.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    with cpu_tensors_pass_for_cuda(on_cpu):
-        _, grad_norm, _ = optimizer.step()
-    return float(grad_norm)
+    with cpu_tensors_pass_for_cuda(on_cpu), torch.no_grad():
+        optimizer.prepare_grads()
+        grad_norm = float(optimizer.get_grad_norm())
+        if allows(grad_norm):
+            for part in megatron_parts(optimizer):
+                if part.optimizer is not None and part.get_parameters():
+                    clip_grad_by_total_norm_fp32(part.get_parameters(), part.config.clip_grad, grad_norm)
+            optimizer.step_with_ready_grads()
+    return grad_norm

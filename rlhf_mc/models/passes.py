@@ -6,7 +6,9 @@ token or sequence, in the batch's order, the same on every rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -43,8 +45,9 @@ def _run_schedule(
 
     def forward_step(data: Iterator[PackedMicrobatch], module: torch.nn.Module):
         packed = next(data)
-        hidden = module(input_ids=packed.tokens[None], position_ids=None, attention_mask=None, packed_seq_params=packed.sequences)
-        return hidden, lambda output: loss(output, packed)
+        with _naming_sequences(packed):
+            hidden = module(input_ids=packed.tokens[None], position_ids=None, attention_mask=None, packed_seq_params=packed.sequences)
+        return hidden, lambda output: _named_loss(loss, output, packed)
 
     world.show_itself_to_megatron()
     return get_forward_backward_func()(
@@ -56,6 +59,22 @@ def _run_schedule(
         micro_batch_size=1,
         forward_only=forward_only,
     )
+
+
+@contextmanager
+def _naming_sequences(packed: PackedMicrobatch) -> Iterator[None]:
+    """An error inside says which sequences it came with."""
+    try:
+        yield
+    except Exception as error:
+        numbers = ", ".join(map(str, packed.sequence_ids.unique().tolist()))
+        error.add_note(f"with sequences {numbers} of the batch that the pass was given")
+        raise
+
+
+def _named_loss(loss: Callable, output: Tensor, packed: PackedMicrobatch):
+    with _naming_sequences(packed):
+        return loss(output, packed)
 
 
 def score(
@@ -155,11 +174,26 @@ def zero_gradients(model: Resident) -> None:
     model.accumulating = False
 
 
-def update(model: RoleModel, lr: float) -> float:
-    """Collective over all ranks. Sums the gradients over ranks, clips, steps at `lr`; the gradient norm before clipping."""
+def update(model: RoleModel, lr: float, max_norm: float | None = None) -> float:
+    """Collective over all ranks. Sums the gradients over ranks, clips, steps at `lr`; the gradient norm before clipping.
+
+    Where the norm is not finite, or exceeds `max_norm`, no rank steps: the role stays as it is, bit for bit.
+    """
     model.check_present("params", "gradients", "optimizer")
     finalize_model_grads([model.ddp])
-    grad_norm = step_optimizer(model.optimizer, lr, model.world.on_cpu)
-    model.version += 1
+    stepped = False
+
+    def allows(norm: float) -> bool:
+        nonlocal stepped
+        stepped = not model.world.any_rank(not math.isfinite(norm) or (max_norm is not None and norm > max_norm))
+        return stepped
+
+    grad_norm = step_optimizer(model.optimizer, lr, model.world.on_cpu, allows)
+    model.version += stepped
     model.accumulating = False
     return grad_norm
+
+
+def bad_gradients(model: Resident) -> list[str]:
+    """Names of the params whose gradients, summed as far as this rank has them, are not finite. No collective."""
+    return [name for name, param in model.ddp.module.named_parameters() if not param.main_grad.isfinite().all()]

@@ -60,6 +60,13 @@ class World:
             all_reduce(values, group=self.everyone)
         return values
 
+    def any_rank(self, mine: bool) -> bool:
+        """Collective over all ranks. Whether it is so on any of them; one byte a rank."""
+        flag = torch.tensor([mine], dtype=torch.uint8)
+        if self.size > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.everyone)
+        return bool(flag)
+
     def from_everyone(self, mine: Given) -> list[Given]:
         """Collective over all ranks. What each rank gives, by rank; objects, by pickle."""
         given = [mine] * self.size

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ONE_UPDATE = ("tensor_parallel", "pipeline", "context_parallel")
 ALL = (*ONE_UPDATE, "data_parallel")
 # What two runs of the same numbers may differ in.
-_OF_THE_MACHINE = ("timing_s/", "perf/", "memory_gib/", "offload/", "pipeline/", "rollout/")
+_OF_THE_MACHINE = ("timing_s/", "perf/", "memory_gib/", "offload/", "pipeline/", "rollout/", "straggler/")
 # What drafts change: what is measured of them, and last bits of the engine's log-probs, which only metrics read.
 _OF_DRAFTS = ("medusa/", "sync/", "training/rollout_logprobs", "val/")
 
