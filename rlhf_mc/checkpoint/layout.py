@@ -23,12 +23,13 @@ class Layout:
     tensor: int
     pipeline: int
     distributed_optimizer: bool
+    virtual: int = 1  # as in checkpoints from before there were several chunks a stage
 
     @staticmethod
     def of(settings: Settings, ranks: int) -> Layout:
         """The layout of a run on so many training ranks."""
         parallel = settings.parallel
-        return Layout(ranks, parallel.tensor, parallel.pipeline, parallel.distributed_optimizer)
+        return Layout(ranks, parallel.tensor, parallel.pipeline, parallel.distributed_optimizer, parallel.virtual_pipeline)
 
     def record(self) -> dict[str, int | bool]:
         """As JSON has it: Layout(**record) is the layout."""
@@ -36,11 +37,11 @@ class Layout:
 
     def __str__(self) -> str:
         optimizer = "distributed" if self.distributed_optimizer else "plain"
-        return f"{self.ranks} ranks, tensor {self.tensor}, pipeline {self.pipeline}, {optimizer} optimizer"
+        return f"{self.ranks} ranks, tensor {self.tensor}, pipeline {self.pipeline} x {self.virtual}, {optimizer} optimizer"
 
     def grid(self, rank: int) -> TrainingGrid:
         """The place of a rank."""
-        return TrainingGrid(self.ranks, rank, self.tensor, self.pipeline)
+        return TrainingGrid(self.ranks, rank, self.tensor, self.pipeline, virtual=self.virtual)
 
     def copies(self) -> Iterator[list[int]]:
         """For each tensor rank of each pipeline stage, the ranks that together wrote the states of one shard."""
@@ -57,6 +58,5 @@ def shard_pieces(model: Resident, grid: TrainingGrid) -> list[Piece]:
         rows = padded_rows(model.shape.vocab, grid.tensor)
         return trainer_pieces(model.shape, rows, grid.tensor, grid.tensor_rank) if grid.is_last_stage else []
     if isinstance(model, RoleModel):
-        shard = Shard.of(model.shape, grid.tensor, grid.tensor_rank, grid.pipeline, grid.stage, model.head == "value")
-        return pieces_of(model.shape, shard)
+        return pieces_of(model.shape, Shard.of(model.shape, grid, model.head == "value"))
     raise TypeError(f"{model.role.value}: nothing is known of how a {type(model).__name__} is split over ranks")

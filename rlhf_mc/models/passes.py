@@ -1,4 +1,5 @@
-"""Forward, and forward with backward, of one role over a whole batch, by megatron-core's schedules (1F1B under pipeline).
+"""Forward, and forward with backward, of one role over a whole batch, by megatron-core's schedules (1F1B under pipeline, interleaved
+where stages have several chunks).
 
 A batch is cut into micro-batches by a plan that all ranks compute alike; what comes back is one number for each asked
 token or sequence, in the batch's order, the same on every rank.
@@ -7,6 +8,7 @@ token or sequence, in the batch's order, the same on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import tee
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -23,6 +25,7 @@ from rlhf_mc.parallel.context import Context, exchange_numbers
 from rlhf_mc.parallel.megatron_cpu import show_cpu_to_megatron
 from rlhf_mc.parallel.microbatches import plan_microbatches
 from rlhf_mc.parallel.packing import Asked, PackedBatch, PackedMicrobatch
+from rlhf_mc.parallel.stage_wire import StageWire
 
 HandOver = Callable[[Tensor, PackedMicrobatch], None]
 
@@ -32,13 +35,15 @@ def _run_schedule(
 ) -> list:
     """megatron's schedule; what `loss` gave for each micro-batch, on the last stage (elsewhere an empty list).
 
-    A micro-batch is packed when its turn comes, so that what attention keeps of it is there only while it is in flight.
+    A micro-batch is packed when its turn comes, so that what attention keeps of it is there only while it is in flight: until the last
+    chunk has taken it.
     """
-    world = model.world
+    world, grid = model.world, model.world.grid
     lengths = packed_batch.batch.lengths.tolist()
-    costs = model.shape.sequence_cost(model.head == "language", world.grid.pipeline).of(lengths, packed_batch.counts.tolist())
-    plan = plan_microbatches(lengths, costs, budget, world.grid.data, together)[world.grid.data_rank]
-    microbatches = (packed_batch.pack(p, world.grid.tensor, model.table, world.device, world.context) for p in plan)
+    costs = model.shape.sequence_cost(model.head == "language", grid.pipeline).of(lengths, packed_batch.counts.tolist())
+    plan = plan_microbatches(lengths, costs, budget, grid.data, together, grid.microbatch_multiple)[grid.data_rank]
+    microbatches = (packed_batch.pack(p, grid.tensor, model.table, world.device, world.context) for p in plan)
+    rows = [packed_batch.num_tokens(p, grid.tensor * grid.context) // (grid.tensor * grid.context) for p in plan]
 
     def forward_step(data: Iterator[PackedMicrobatch], module: torch.nn.Module):
         packed = next(data)
@@ -49,12 +54,14 @@ def _run_schedule(
         show_cpu_to_megatron()
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=microbatches,
-        model=[model.module],
+        data_iterator=list(tee(microbatches, grid.virtual)),
+        model=model.modules,
         num_microbatches=len(plan),
         seq_length=1,
         micro_batch_size=1,
         forward_only=forward_only,
+        p2p_communicator=StageWire(world.stage_group, model.config, rows, grid),
+        pg_collection=model.last_chunk.pg_collection,
     )
 
 
@@ -139,7 +146,7 @@ def accumulate_gradients(
             totals.add_(torch.stack([part.sums[name].detach().double() for name in names]).cpu())
         return part.loss * float(not microbatch.fill), torch.tensor(1, dtype=torch.int, device=hidden.device), {}
 
-    config = model.decoder.config
+    config = model.config
     config.finalize_model_grads_func = None
     config.grad_scale_func = model.optimizer.scale_loss
     model.accumulating = True
@@ -150,7 +157,8 @@ def accumulate_gradients(
 def zero_gradients(model: Resident) -> None:
     """Empties the gradient buckets; call before the first accumulate_gradients of an update."""
     model.check_present("gradients")
-    model.ddp.zero_grad_buffer()
+    for ddp in model.ddp:
+        ddp.zero_grad_buffer()
     model.optimizer.zero_grad()
     model.accumulating = False
 
@@ -158,7 +166,7 @@ def zero_gradients(model: Resident) -> None:
 def update(model: RoleModel, lr: float) -> float:
     """Collective over all ranks. Sums the gradients over ranks, clips, steps at `lr`; the gradient norm before clipping."""
     model.check_present("params", "gradients", "optimizer")
-    finalize_model_grads([model.ddp])
+    finalize_model_grads(list(model.ddp))
     grad_norm = step_optimizer(model.optimizer, lr, model.world.on_cpu)
     model.version += 1
     model.accumulating = False

@@ -35,7 +35,7 @@ _TRAINED, _VALUE_HEAD = (Role.ACTOR, Role.CRITIC), (Role.CRITIC, Role.REWARD)
 def planned_bytes(settings: Settings, paths: Mapping[Role, str], grid: TrainingGrid) -> dict[Role, RoleBytes]:
     """Bytes of each role on this rank, from the config.json at its path and the settings; the actor's draft heads are one more."""
     dtype_bytes, distributed_optimizer = DTYPES[settings.trainer.dtype].itemsize, settings.parallel.distributed_optimizer
-    place = Place(grid.tensor, grid.pipeline, grid.stage, grid.copies, grid.copy_rank)
+    place = Place.of(grid)
     planned = {}
     for role, path in paths.items():
         kind = RoleKind(

@@ -45,8 +45,7 @@ def minimum_of_iterations(arguments: list[str], num_ranks: int) -> list[int]:
     from rlhf_mc.stages.start import role_paths
 
     settings, _ = load_settings(arguments, "train")
-    parallel = settings.parallel
-    grid = TrainingGrid(num_ranks, 0, parallel.tensor, parallel.pipeline, parallel.context)
+    grid = TrainingGrid.of(settings.parallel, num_ranks, 0)
     sharing = grid.copies if settings.offload.share_host_copies else 1
     sizes = {role: size.shared(sharing) for role, size in planned_bytes(settings, role_paths(settings), grid).items()}
     visits, totals = [], [0]

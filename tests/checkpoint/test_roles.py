@@ -64,4 +64,4 @@ def test_over_other_layouts_and_back_every_bit_returns(ranks, value_model, tmp_p
 
 
 def layout(grid: Layout, distributed: bool) -> SavedLayout:
-    return SavedLayout(grid.size, grid.tensor, grid.pipeline, distributed)
+    return SavedLayout(grid.size, grid.tensor, grid.pipeline, distributed, grid.virtual)

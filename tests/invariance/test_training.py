@@ -38,6 +38,13 @@ LAYOUTS = [
     Layout(tensor=2, data=2),
     Layout(pipeline=2, data=2),
 ]
+INTERLEAVED_LAYOUTS = [
+    Layout(pipeline=2, virtual=2),
+    Layout(pipeline=2, virtual=2, tensor=2),
+    Layout(pipeline=2, virtual=2, data=2),
+    Layout(pipeline=2, virtual=2, context=2),
+    Layout(pipeline=4, virtual=1),
+]
 CONTEXT_LAYOUTS = [
     Layout(context=2),
     Layout(context=2, tensor=2),
@@ -101,7 +108,7 @@ def assert_same_training(results: list[dict], family: str, head: str = "language
 
 
 @OPTIMIZERS
-@pytest.mark.parametrize("layout", LAYOUTS + CONTEXT_LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS + INTERLEAVED_LAYOUTS + CONTEXT_LAYOUTS, ids=str)
 def test_layouts(ranks: RankPool, language_model, layout: Layout, distributed: bool) -> None:
     """Tied embeddings: under pipeline, their gradient comes from the first and the last stage."""
     assert_same_training(trained(ranks, layout, language_model("llama"), distributed_optimizer=distributed), "llama")

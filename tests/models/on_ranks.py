@@ -30,7 +30,11 @@ def make_role(
     """The role of `directory` on the grid of `world`."""
     grid = world.grid
     parallel = Parallel(
-        tensor=grid.tensor, context=grid.context, pipeline=grid.pipeline, distributed_optimizer=distributed_optimizer
+        tensor=grid.tensor,
+        context=grid.context,
+        pipeline=grid.pipeline,
+        virtual_pipeline=grid.virtual,
+        distributed_optimizer=distributed_optimizer,
     )
     settings = Settings(trainer=Trainer(device="cpu", dtype=dtype), parallel=parallel)
     role = Role.ACTOR if head == "language" else Role.CRITIC
@@ -126,7 +130,7 @@ def small_steps(
 ) -> list[tuple[Tensor, Tensor]]:
     """bf16 training with clipping off. After each step, param and main param of the final norm's weight."""
     model = make_role(world, directory, optim=Optim(clip_grad=1e9), dtype="bf16", distributed_optimizer=distributed_optimizer)
-    param = model.decoder.decoder.final_layernorm.weight
+    param = model.last_chunk.decoder.final_layernorm.weight
     history = []
     for _ in range(num_steps):
         train_step(model, batch, lr)
@@ -140,7 +144,7 @@ def poisoned_sequence(world: World, directory: str, batch: SequenceBatch, token:
     budget = MicroBatch(tokens=int(batch.lengths.sum()))
     clean = score(model, batch, "predicted", budget)
     with torch.no_grad():
-        model.decoder.embedding.word_embeddings.weight[token] = float("nan")
+        model.chunks[0].embedding.word_embeddings.weight[token] = float("nan")
     return clean, score(model, batch, "predicted", budget)
 
 

@@ -129,7 +129,7 @@ def measured_and_predicted_bytes(
     actor, critic = actor_and_critic(world, language, value, dtype, distributed)
     frozen = [make_role(world, language, "language", dtype=dtype), make_role(world, value, "value", dtype=dtype)]
     grid = world.grid
-    place = Place(grid.tensor, grid.pipeline, grid.stage, grid.copies, grid.copy_rank)
+    place = Place.of(grid)
     results = []
     for model in (actor, critic, *frozen):
         trained = model.optimizer is not None
@@ -180,9 +180,10 @@ def parts_of_tensors(world: World, language: str, value: str, dtype: str, distri
         keys = [arena.key for arenas in state.arenas.values() for arena in arenas]
         if len(keys) != len(set(keys)):
             wrong.append("a storage is in two parts")
-        params = list(model.decoder.parameters())
-        buffers = [*model.ddp.buffers, *(bucket for group in model.ddp.bucket_groups for bucket in group.buckets)]
-        reachable = [*params, *model.decoder.buffers(), model.table.cos, model.table.sin]
+        params = list(model.params().values())
+        buckets = [bucket for ddp in model.ddp for group in ddp.bucket_groups for bucket in group.buckets]
+        buffers = [*model.buffers, *buckets]
+        reachable = [*model.weights()]
         reachable += [p.main_grad for p in params] + [b.grad_data for b in buffers]
         reachable += [getattr(p, "main_param", None) for p in params] + [b.param_data for b in buffers]
         for optimizer in torch_optimizers(model.optimizer):
@@ -263,7 +264,7 @@ def replaced_memory(world: World, language: str) -> str:
     residency = residency_of(world, [model])
     try:
         with residency.on_device(model.role, Part.PARAMS):
-            weight = next(model.decoder.parameters())
+            weight = next(iter(model.params().values()))
             weight.data = weight.data.clone()
     except RuntimeError as error:
         return str(error)
@@ -276,7 +277,7 @@ def numpy_view(world: World, language: str) -> str:
     residency = residency_of(world, [model])
     try:
         with residency.on_device(model.role, Part.PARAMS):
-            next(model.decoder.parameters()).detach().numpy()
+            next(iter(model.params().values())).detach().numpy()
         residency.all_off()
     except RuntimeError as error:
         return str(error)
@@ -339,7 +340,12 @@ def planned_settings(
     """Settings of a run with four roles and draft heads, and the directories of the four."""
     settings = Settings(
         trainer=Trainer(mode=mode, device="cpu", dtype="bf16"),
-        parallel=Parallel(tensor=world.grid.tensor, context=world.grid.context, pipeline=world.grid.pipeline),
+        parallel=Parallel(
+            tensor=world.grid.tensor,
+            context=world.grid.context,
+            pipeline=world.grid.pipeline,
+            virtual_pipeline=world.grid.virtual,
+        ),
         offload=Offload(share_host_copies=share),
         medusa=HEADS,
     )
