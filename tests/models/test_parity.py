@@ -24,7 +24,7 @@ from rlhf_mc.config import MicroBatch
 # several sequences and padded (under TP) by one token; length 2 has a single prediction.
 BATCH = random_batch([9, 13, 5, 20, 11, 2])
 BUDGET = MicroBatch(tokens=25)
-LAYOUTS = [Layout(), Layout(tensor=2), Layout(pipeline=2), Layout(context=2), Layout(tensor=2, pipeline=2)]
+LAYOUTS = [Layout(), Layout(tensor=2), Layout(pipeline=2), Layout(context=2), Layout(tensor=2, pipeline=2, virtual=2)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
