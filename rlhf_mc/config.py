@@ -90,7 +90,7 @@ class Parallel:
     tensor: int = 1  #: ranks that share each layer
     context: int = 1  #: ranks that share each sequence; micro_batch.tokens counts the tokens of all of them
     pipeline: int = 1  #: ranks that share the stack of layers
-    virtual_pipeline: int = 1  #: chunks of layers on each of them; above 1, micro-batches take turns in them, and ranks wait less
+    virtual_pipeline: int = 1  #: chunks of layers on each of these ranks; above 1, micro-batches go around so often, and ranks wait less
     distributed_optimizer: bool = True  #: shard main params and moments over the ranks with the same weights
 
     def check(self, key: str) -> None:

@@ -17,13 +17,13 @@ from rlhf_mc.parallel.reshard import Piece
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks that train, and how they share the models and the optimizers' states."""
+    """Ranks that train, and how they share the models and the optimizers' states. virtual: chunks of layers on each."""
 
     ranks: int
     tensor: int
     pipeline: int
     distributed_optimizer: bool
-    virtual: int = 1  # as in checkpoints from before there were several chunks a stage
+    virtual: int
 
     @staticmethod
     def of(settings: Settings, ranks: int) -> Layout:

@@ -178,7 +178,8 @@ def _owned_pieces(shape: ModelShape, world: World, value_head: bool) -> Owned:
 def export_hf_weights(params: dict[str, Tensor], shape: ModelShape, world: World, value_head: bool) -> Iterator[tuple[str, Tensor]]:
     """Collective over the model group: every rank must take every item. (name, whole tensor on the device), in checkpoint order.
 
-    params: of this rank's shard, by name.  The tensors are in the model's precision; a value head is in fp32. They are good until the next item is taken.
+    params: of this rank's shard, by name.  The tensors are in the model's precision; a value head is in fp32. They are good
+    until the next item is taken.
     """
     shapes = hf_shapes(shape, value_head)
     owned = _owned_pieces(shape, world, value_head)

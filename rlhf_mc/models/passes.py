@@ -7,8 +7,8 @@ token or sequence, in the batch's order, the same on every rank.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import tee
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -54,7 +54,7 @@ def _run_schedule(
         show_cpu_to_megatron()
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=list(tee(microbatches, grid.virtual)),
+        data_iterator=_for_each_chunk(microbatches, grid.virtual),
         model=model.modules,
         num_microbatches=len(plan),
         seq_length=1,
@@ -63,6 +63,27 @@ def _run_schedule(
         p2p_communicator=StageWire(world.stage_group, model.config, rows, grid),
         pg_collection=model.last_chunk.pg_collection,
     )
+
+
+def _for_each_chunk(microbatches: Iterator[PackedMicrobatch], num_chunks: int) -> list[Iterator[PackedMicrobatch]]:
+    """The same micro-batches for each chunk. One is made for the chunk that asks first, and let go by the last.
+
+    itertools.tee would keep 57 of them.
+    """
+    waiting: list[deque[PackedMicrobatch]] = [deque() for _ in range(num_chunks)]
+
+    def another() -> bool:
+        for microbatch in microbatches:
+            for queue in waiting:
+                queue.append(microbatch)
+            return True
+        return False
+
+    def of_chunk(queue: deque[PackedMicrobatch]) -> Iterator[PackedMicrobatch]:
+        while queue or another():
+            yield queue.popleft()
+
+    return [of_chunk(queue) for queue in waiting]
 
 
 def score(

@@ -41,7 +41,8 @@ class Role(str, Enum):
 class Resident:
     """What takes turns on the device: the weights of one role on this rank, and what trains them. Frozen: neither `ddp` nor `optimizer`.
 
-    ddp: the gradient buckets of each chunk of layers.  version: how often the weights were changed.  accumulating: gradients were added up, and no update has used them yet.
+    ddp: the gradient buckets of each chunk of layers.
+    version: how often the weights were changed.  accumulating: gradients were added up, and no update has used them yet.
     """
 
     role: Role

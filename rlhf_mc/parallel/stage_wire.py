@@ -1,4 +1,4 @@
-"""What pipeline stages send each other: hidden states on, gradients back. Their sizes are known to both sides before the schedule starts."""
+"""What pipeline stages send each other: hidden states on, gradients back, of sizes that both sides know before the schedule starts."""
 
 from __future__ import annotations
 

@@ -35,10 +35,10 @@ def test_generators_go_on(ranks, tmp_path):
     assert ranks.run("checkpoint.on_ranks:draws_after_reading", Layout(data=2), directory=str(tmp_path)) == [True, True]
 
 
-ONE, TP2, INTERLEAVED = Layout(), Layout(tensor=2), Layout(pipeline=2, virtual=2)
+ONE, TP2, PP2, INTERLEAVED = Layout(), Layout(tensor=2), Layout(pipeline=2), Layout(pipeline=2, virtual=2)
 ROADS = [
-    (Layout(data=2), True, [(TP2, True), (ONE, False), (INTERLEAVED, True), (Layout(pipeline=2), True), (INTERLEAVED, True), (Layout(data=2), True)]),
-    (TP2, False, [(Layout(pipeline=2), True), (Layout(data=2), False), (Layout(tensor=2, pipeline=2, virtual=2), True), (TP2, False)]),
+    (Layout(data=2), True, [(TP2, True), (ONE, False), (INTERLEAVED, True), (PP2, True), (INTERLEAVED, True), (Layout(data=2), True)]),
+    (TP2, False, [(PP2, True), (Layout(data=2), False), (Layout(tensor=2, pipeline=2, virtual=2), True), (TP2, False)]),
 ]
 
 

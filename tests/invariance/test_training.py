@@ -134,7 +134,9 @@ BUDGETS = {
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("layout", [Layout(), Layout(data=2), Layout(pipeline=2, tensor=2), Layout(pipeline=2, virtual=2), Layout(context=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(data=2), Layout(pipeline=2, tensor=2), Layout(pipeline=2, virtual=2), Layout(context=2)], ids=str
+)
 def test_micro_batches(ranks: RankPool, language_model, layout: Layout, budget: str) -> None:
     assert_same_training(trained(ranks, layout, language_model("llama"), budget=BUDGETS[budget]), "llama")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,17 @@ def values(world: World, directory: str, batch: SequenceBatch, budget: MicroBatc
     """A value head at each sequence's end, and before each predicted token."""
     model = make_role(world, directory, "value")
     return {asked: score(model, batch, asked, budget) for asked in ("last", "predicted")}
+
+
+def most_alive(world: World, directory: str, batch: SequenceBatch, budget: MicroBatch) -> int:
+    """How many packed micro-batches there are at once on this rank, at most, when the head reads one; 0 where there is no head."""
+    counts = [0]
+
+    def count(rows: Tensor, microbatch: PackedMicrobatch) -> None:
+        counts.append(sum(isinstance(found, PackedMicrobatch) for found in gc.get_objects()))
+
+    score(make_role(world, directory), batch, "predicted", budget, hand_over=count)
+    return max(counts)
 
 
 def exported(model: RoleModel) -> dict[str, Tensor]:

@@ -39,6 +39,12 @@ def test_logprobs_and_entropy(ranks: RankPool, language_model, layout: Layout, f
         assert torch.equal(answer["scored"], answer["trained"]), "the ratio of the first update would not be exactly 1"
 
 
+@pytest.mark.parametrize("layout, most", [(Layout(), 1), (Layout(pipeline=2, virtual=2), 2)], ids=["1rank", "PP2xVP2"])
+def test_a_micro_batch_is_let_go_when_the_last_chunk_has_read_it(ranks: RankPool, language_model, layout: Layout, most: int) -> None:
+    arguments = dict(directory=language_model("llama"), batch=random_batch([5] * 8), budget=MicroBatch(tokens=None, sequences=1))
+    assert ranks.run("models.on_ranks:most_alive", layout, **arguments)[-1] == most
+
+
 @pytest.mark.parametrize("lengths", [[3, 1, 2, 2], [2, 1]], ids=str)
 def test_sequences_shorter_than_their_context_group(ranks: RankPool, language_model, value_model, lengths: list[int]) -> None:
     """Some ranks have no token of a sequence, or padding only."""
