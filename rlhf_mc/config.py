@@ -91,12 +91,19 @@ class Parallel:
     tensor: int = 1  #: ranks that share each layer
     context: int = 1  #: ranks that share each sequence; micro_batch.tokens counts the tokens of all of them
     pipeline: int = 1  #: ranks that share the stack of layers
+    virtual_pipeline: int = 1  #: chunks of layers on each of these ranks; above 1, 1F1B is interleaved
     distributed_optimizer: bool = True  #: shard main params and moments over the ranks with the same weights
 
     def check(self, key: str) -> None:
         _check(self.tensor >= 1, f"{key}.tensor: {self.tensor} is not positive")
         _check(self.context >= 1, f"{key}.context: {self.context} is not positive")
         _check(self.pipeline >= 1, f"{key}.pipeline: {self.pipeline} is not positive")
+        _check(self.virtual_pipeline >= 1, f"{key}.virtual_pipeline: {self.virtual_pipeline} is not positive")
+        _check(
+            self.virtual_pipeline == 1 or self.pipeline > 1,
+            f"{key}.virtual_pipeline: {self.virtual_pipeline} chunks take turns on the ranks of a pipeline, and {key}.pipeline is 1; "
+            f"set {key}.virtual_pipeline=1, or raise {key}.pipeline",
+        )
 
     def data(self, num_ranks: int, engine_ranks: int = 0) -> int:
         """Data-parallel size for `num_ranks` ranks that train, beside those of the engines; an indivisible layout is a ConfigError."""

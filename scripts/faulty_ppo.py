@@ -65,7 +65,7 @@ def spoil_gradient(times: int) -> None:
     def update(model, *arguments):
         if left[0]:
             left[0] -= 1
-            model.ddp.buffers[0].grad_data.view(-1)[0] = torch.nan
+            model.buffers[0].grad_data.view(-1)[0] = torch.nan
         return real(model, *arguments)
 
     train_stage.update = update

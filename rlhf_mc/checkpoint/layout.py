@@ -17,18 +17,19 @@ from rlhf_mc.parallel.reshard import Piece
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks that train, and how they share the models and the optimizers' states."""
+    """Ranks that train, and how they share the models and the optimizers' states. virtual: chunks of layers on each."""
 
     ranks: int
     tensor: int
     pipeline: int
     distributed_optimizer: bool
+    virtual: int
 
     @staticmethod
     def of(settings: Settings, ranks: int) -> Layout:
         """The layout of a run on so many training ranks."""
         parallel = settings.parallel
-        return Layout(ranks, parallel.tensor, parallel.pipeline, parallel.distributed_optimizer)
+        return Layout(ranks, parallel.tensor, parallel.pipeline, parallel.distributed_optimizer, parallel.virtual_pipeline)
 
     def record(self) -> dict[str, int | bool]:
         """As JSON has it: Layout(**record) is the layout."""
@@ -36,11 +37,11 @@ class Layout:
 
     def __str__(self) -> str:
         optimizer = "distributed" if self.distributed_optimizer else "plain"
-        return f"{self.ranks} ranks, tensor {self.tensor}, pipeline {self.pipeline}, {optimizer} optimizer"
+        return f"{self.ranks} ranks, tensor {self.tensor}, pipeline {self.pipeline} x {self.virtual}, {optimizer} optimizer"
 
     def grid(self, rank: int) -> TrainingGrid:
         """The place of a rank."""
-        return TrainingGrid(self.ranks, rank, self.tensor, self.pipeline)
+        return TrainingGrid(self.ranks, rank, self.tensor, self.pipeline, virtual=self.virtual)
 
     def copies(self) -> Iterator[list[int]]:
         """For each tensor rank of each pipeline stage, the ranks that together wrote the states of one shard."""
@@ -59,7 +60,7 @@ def heads_pieces(shape: HeadsShape, grid: TrainingGrid) -> list[Piece]:
 
 def model_pieces(shape: ModelShape, value_head: bool, grid: TrainingGrid) -> list[Piece]:
     """Of one of the four models."""
-    return pieces_of(shape, Shard.of(shape, grid.tensor, grid.tensor_rank, grid.pipeline, grid.stage, value_head))
+    return pieces_of(shape, Shard.of(shape, grid, value_head))
 
 
 def shard_pieces(model: Resident, grid: TrainingGrid) -> list[Piece]:

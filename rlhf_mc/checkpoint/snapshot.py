@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf_mc.checkpoint.disk import FileRecord, flush_directory, record_of, write_file, write_json
 
-FORMAT = 1
+FORMAT = 2  # of 1, layers were numbered within a pipeline stage
 _NAME = re.compile(r"\d{6,}")
 _PARTIAL = ".partial"
 _MANIFEST, _RECORD, LATEST = "manifest.json", "run.json", "latest"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -60,8 +60,13 @@ def _create_states(adam: torch.optim.Optimizer) -> None:
             }
 
 
-def build_optimizer(ddp: DistributedDataParallel, optim: Optim, dtype: torch.dtype, device: torch.device) -> MegatronOptimizer:
-    """Collective over all ranks. The params must hold their starting weights already: the fp32 main params copy them."""
+def build_optimizer(
+    ddp: Sequence[DistributedDataParallel], optim: Optim, dtype: torch.dtype, device: torch.device
+) -> MegatronOptimizer:
+    """Collective over all ranks. Of all chunks of a model on this rank, one at least.
+
+    The params must hold their starting weights already: the fp32 main params copy them.
+    """
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -73,10 +78,10 @@ def build_optimizer(ddp: DistributedDataParallel, optim: Optim, dtype: torch.dty
         clip_grad=optim.clip_grad,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=ddp.ddp_config.use_distributed_optimizer,
+        use_distributed_optimizer=ddp[0].ddp_config.use_distributed_optimizer,
     )
     with cpu_tensors_pass_for_cuda(device.type == "cpu"):
-        optimizer = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False)
+        optimizer = get_megatron_optimizer(config, list(ddp), use_gloo_process_groups=False)
     for group in optimizer.param_groups:
         # megatron leaves this to its own learning-rate scheduler: no decay of norms and biases.
         group["weight_decay"] = optim.weight_decay * group["wd_mult"]

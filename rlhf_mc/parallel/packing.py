@@ -88,6 +88,11 @@ class PackedBatch:
         """How many numbers the whole batch asks for."""
         return int(self.slot_offsets[-1])
 
+    def num_tokens(self, planned: PlannedMicrobatch, multiple: int) -> int:
+        """Tokens of the micro-batch with the padding that makes them a multiple of the ranks that share them."""
+        total = int(self.batch.lengths[list(planned.sequences)].sum())
+        return total + -total % multiple
+
     def pack(
         self,
         planned: PlannedMicrobatch,
@@ -105,7 +110,7 @@ class PackedBatch:
         lengths = self.batch.lengths[index]
         tokens = gather_segments(self.batch.tokens, self.batch.lengths, index)
         asked = self._asked_of(index, tokens)
-        padding = -tokens.numel() % (multiple * context.size)
+        padding = self.num_tokens(planned, multiple * context.size) - tokens.numel()
         if padding:
             tokens = torch.cat([tokens, tokens.new_zeros(padding)])
             lengths = torch.cat([lengths, lengths.new_tensor([padding])])

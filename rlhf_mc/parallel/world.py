@@ -28,8 +28,9 @@ Given = TypeVar("Given")
 class World:
     """This rank's place: its device, the training grid, and the groups that collectives take.
 
-    everyone: all ranks, for tensors on the host (gloo).  tensor_group, model_group, copies_group: for tensors on the device;
-    model_group is the ranks that hold one copy of the model, copies_group those that hold this rank's shard in each copy.
+    everyone: all ranks, for tensors on the host (gloo).  The other groups: for tensors on the device. stage_group is the ranks that this
+    rank shares its layers' stack with, stage by stage, model_group those that hold one copy of the model, copies_group those that
+    hold this rank's shard in each copy.
     context: the ranks that share this rank's sequences.
     """
 
@@ -39,6 +40,7 @@ class World:
     grid: TrainingGrid
     everyone: dist.ProcessGroup
     tensor_group: dist.ProcessGroup
+    stage_group: dist.ProcessGroup
     model_group: dist.ProcessGroup
     copies_group: dist.ProcessGroup
     context: Context
@@ -102,8 +104,7 @@ def join_world(settings: Settings) -> World:
 def join_job(settings: Settings, job: Job) -> tuple[World, Bridge | None]:
     """Collective over all ranks of the job, of which this is one that trains. The world of those that train, and the bridge if any."""
     device = choose_device(settings.trainer.device, job.local_rank)
-    parallel = settings.parallel
-    grid = TrainingGrid(job.num_trainers, job.rank, parallel.tensor, parallel.pipeline, parallel.context)
+    grid = TrainingGrid.of(settings.parallel, job.num_trainers, job.rank)
     bridge = start_distributed(job, device)
     reduce_in_rank_order(settings.trainer.deterministic)
     return build_world(grid, device, settings.trainer.seed), bridge
@@ -116,6 +117,7 @@ def build_world(grid: TrainingGrid, device: torch.device, seed: int) -> World:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=grid.tensor,
         pipeline_model_parallel_size=grid.pipeline,
+        virtual_pipeline_model_parallel_size=grid.virtual if grid.virtual > 1 else None,
         context_parallel_size=grid.context,
         create_gloo_process_groups=False,
     )
@@ -127,6 +129,7 @@ def build_world(grid: TrainingGrid, device: torch.device, seed: int) -> World:
         grid=grid,
         everyone=dist.group.WORLD,
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        stage_group=parallel_state.get_pipeline_model_parallel_group(),
         model_group=parallel_state.get_model_parallel_group(),
         copies_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         context=Context(grid.context, grid.context_rank, parallel_state.get_context_parallel_group()),

@@ -42,8 +42,7 @@ def serve(settings: Settings, job: Job) -> None:
     bridge = start_distributed(job, device)
     StopRequest(bridge.is_over).listen()
     grid = RolloutGrid.apart(job.num_engines, job.rank - job.num_trainers, rollout.tensor_parallel)
-    parallel = settings.parallel
-    training = TrainingGrid(job.num_trainers, 0, parallel.tensor, parallel.pipeline, parallel.context)
+    training = TrainingGrid.of(settings.parallel, job.num_trainers, 0)
     shape = read_shape(actor, "actor.path")
     heads = HeadsShape.if_enabled(settings.medusa, shape)
     plan = plan_sync_apart(shape, training, grid, dtype.itemsize, heads)

@@ -198,7 +198,7 @@ def check_models(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> None
         check_heads(settings.medusa.path, settings.medusa, actor)
     for role, path in role_paths(settings).items():
         key = f"{role.value}.path"
-        read_shape(path, key).check_layout(settings.parallel.tensor, settings.parallel.pipeline, key)
+        read_shape(path, key).check_layout(settings.parallel, key)
         if path != settings.actor.path:
             other = load_tokenizer(path, settings.trainer.trust_remote_code)
             check_same_vocabulary(tokenizer, other, "actor.path", key)

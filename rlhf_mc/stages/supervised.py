@@ -68,7 +68,7 @@ def _check_model(settings: Settings) -> None:
     """Raises ConfigError for a model that cannot be split as asked, or heads that are not its own. Reads no weights; no collective."""
     section, medusa, key = settings.supervised, settings.medusa, "supervised.path"
     shape = read_shape(section.path, key)
-    shape.check_layout(settings.parallel.tensor, settings.parallel.pipeline, key)
+    shape.check_layout(settings.parallel, key)
     if medusa.enabled and medusa.path:
         check_heads(medusa.path, medusa, shape)
 

@@ -62,7 +62,7 @@ def found(world: World, root: str, resume: str = "auto", iterations: int = 100) 
 
 
 def layout_of(world: World, distributed: bool) -> Layout:
-    return Layout(world.size, world.grid.tensor, world.grid.pipeline, distributed)
+    return Layout(world.size, world.grid.tensor, world.grid.pipeline, distributed, world.grid.virtual)
 
 
 def state_of(models: list[Resident], residency: Residency) -> dict[str, Tensor]:

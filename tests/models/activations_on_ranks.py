@@ -31,8 +31,9 @@ def _forward(model: RoleModel, packed: PackedMicrobatch) -> Tensor:
     world = model.world
     if not world.grid.is_first_stage:
         rows = packed.tokens.numel() // world.grid.tensor
-        model.decoder.set_input_tensor(torch.randn(rows, 1, model.shape.hidden, dtype=model.dtype, requires_grad=True))
-    hidden = model.module(input_ids=packed.tokens[None], position_ids=None, attention_mask=None, packed_seq_params=packed.sequences)
+        model.last_chunk.set_input_tensor(torch.randn(rows, 1, model.shape.hidden, dtype=model.dtype, requires_grad=True))
+    [module] = model.modules
+    hidden = module(input_ids=packed.tokens[None], position_ids=None, attention_mask=None, packed_seq_params=packed.sequences)
     if not world.grid.is_last_stage:
         return hidden
     answers = model.answers(model.head_input(hidden, packed), packed, PLAIN)

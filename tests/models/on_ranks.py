@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,11 @@ def make_role(
     """The role of `directory` on the grid of `world`."""
     grid = world.grid
     parallel = Parallel(
-        tensor=grid.tensor, context=grid.context, pipeline=grid.pipeline, distributed_optimizer=distributed_optimizer
+        tensor=grid.tensor,
+        context=grid.context,
+        pipeline=grid.pipeline,
+        virtual_pipeline=grid.virtual,
+        distributed_optimizer=distributed_optimizer,
     )
     settings = Settings(trainer=Trainer(device="cpu", dtype=dtype, recompute=recompute), parallel=parallel)
     role = Role.ACTOR if head == "language" else Role.CRITIC
@@ -65,6 +70,17 @@ def values(world: World, directory: str, batch: SequenceBatch, budget: MicroBatc
     """A value head at each sequence's end, and before each predicted token."""
     model = make_role(world, directory, "value")
     return {asked: score(model, batch, asked, budget) for asked in ("last", "predicted")}
+
+
+def most_alive(world: World, directory: str, batch: SequenceBatch, budget: MicroBatch) -> int:
+    """How many packed micro-batches there are at once on this rank, at most, when the head reads one; 0 where there is no head."""
+    counts = [0]
+
+    def count(rows: Tensor, microbatch: PackedMicrobatch) -> None:
+        counts.append(sum(isinstance(found, PackedMicrobatch) for found in gc.get_objects()))
+
+    score(make_role(world, directory), batch, "predicted", budget, hand_over=count)
+    return max(counts)
 
 
 def exported(model: RoleModel) -> dict[str, Tensor]:
@@ -130,7 +146,7 @@ def small_steps(
 ) -> list[tuple[Tensor, Tensor]]:
     """bf16 training with clipping off. After each step, param and main param of the final norm's weight."""
     model = make_role(world, directory, optim=Optim(clip_grad=1e9), dtype="bf16", distributed_optimizer=distributed_optimizer)
-    param = model.decoder.decoder.final_layernorm.weight
+    param = model.last_chunk.decoder.final_layernorm.weight
     history = []
     for _ in range(num_steps):
         train_step(model, batch, lr)
@@ -144,7 +160,7 @@ def poisoned_sequence(world: World, directory: str, batch: SequenceBatch, token:
     budget = MicroBatch(tokens=int(batch.lengths.sum()))
     clean = score(model, batch, "predicted", budget)
     with torch.no_grad():
-        model.decoder.embedding.word_embeddings.weight[token] = float("nan")
+        model.chunks[0].embedding.word_embeddings.weight[token] = float("nan")
     return clean, score(model, batch, "predicted", budget)
 
 
@@ -165,7 +181,7 @@ def broken_off_save(world: World, directory: str, target: str) -> tuple[str, lis
 
 def bits_of(model: RoleModel) -> dict[str, Tensor]:
     """Copies of params, main params and moments of this rank."""
-    state = {f"param {name}": param for name, param in model.decoder.named_parameters()}
+    state = {f"param {name}": param for name, param in model.params().items()}
     state |= {f"{kind} {shard.name}": shard.tensor(kind) for shard in stepped(model) for kind in shard.kinds}
     return {name: tensor.detach().clone() for name, tensor in state.items()}
 
@@ -187,7 +203,7 @@ def steps_around_a_bad_one(
 
     for _ in range(2):
         accumulate(twin)
-        finalize_model_grads([twin.ddp])
+        finalize_model_grads(list(twin.ddp))
         for group in twin.optimizer.param_groups:
             group["lr"] = 1e-2
         with cpu_tensors_pass_for_cuda(True):
@@ -197,7 +213,7 @@ def steps_around_a_bad_one(
     before, version = bits_of(model), model.version
     accumulate(model)
     if max_norm is None and world.rank == spoilt:
-        model.ddp.buffers[0].grad_data.view(-1)[0] = torch.nan
+        model.buffers[0].grad_data.view(-1)[0] = torch.nan
     norms.append(update(model, 1e-2, max_norm))
     found = bad_gradients(model)
     after = bits_of(model)
