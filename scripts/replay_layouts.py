@@ -60,7 +60,8 @@ def launch(task: Path, output: Path, ranks: int, arguments: list[str]) -> list[d
     paths = [f"actor.path={model}", f"reward_model.path={model}", f"data.train=[{task / 'prompts.jsonl'}]", "data.validation=[]"]
     # The untrained reward model pays nothing; this does, now and then.
     function = '{path: "rlhf_mc.rewards.builtin:regex_match", name: has_one, weight: 2.0, arguments: {pattern: "1"}}'
-    fixed = [f"reward.functions=[{function}]", "wandb.mode=disabled", "critic.warmup_iterations=0", "trainer.evaluate_every=0", f"trainer.output_dir={output}"]
+    fixed = [f"reward.functions=[{function}]", "wandb.mode=disabled", "critic.warmup_iterations=0", "trainer.evaluate_every=0"]
+    fixed.append(f"trainer.output_dir={output}")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "rlhf_mc.train"]
     command += ["--config", str(RECIPE), *fixed, "medusa.enabled=false", "medusa.path=null", *paths, *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
