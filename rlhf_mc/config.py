@@ -91,7 +91,7 @@ class Parallel:
     tensor: int = 1  #: ranks that share each layer
     context: int = 1  #: ranks that share each sequence; micro_batch.tokens counts the tokens of all of them
     pipeline: int = 1  #: ranks that share the stack of layers
-    virtual_pipeline: int = 1  #: chunks of layers on each of these ranks; above 1, 1F1B is interleaved
+    virtual_pipeline: int = 1  #: chunks of layers on each of these; micro-batches go around as often (interleaved 1F1B)
     distributed_optimizer: bool = True  #: shard main params and moments over the ranks with the same weights
 
     def check(self, key: str) -> None:
