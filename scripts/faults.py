@@ -1,4 +1,4 @@
-"""Puts faults into small PPO runs, one at a time, starts each run again, and says what was lost: python scripts/faults.py RUN_DIR [--only WORD]
+"""Puts faults into small PPO runs, one at a time, starts each run again, and says what was lost: python scripts/faults.py RUN_DIR [--only WORD ...]
 
 Every case is a run of 5 iterations on 2 CPU ranks with a checkpoint every 2. It is hurt; the same command starts it again; and
 what it ends with must be the bits of a run that nothing happened to: models, samples, metrics, the last checkpoint. The program is
@@ -50,7 +50,8 @@ class Case:
 
 
 def fault(stage: str, action: str, iteration: int = 3, rank: int = 1, **more: object) -> tuple[Mapping[str, object], ...]:
-    """For Case.faults."""
+    """For Case.faults. A checkpoint comes when its iteration was logged, so that the clock has begun the next one."""
+    iteration += stage == "save_checkpoint"
     return ({"stage": stage, "iteration": iteration, "rank": rank, "action": action, **more},)
 
 
@@ -87,8 +88,8 @@ def cases() -> list[Case]:
             for rank in (0, 1)
         ),
         Case("NaN in one gradient", "is skipped: the gradient norm is nan", fault("update_critic", "nan gradient"), ends=True),
-        Case("NaN in every gradient", "3 updates in a row of the critic", fault("update_critic", "nan gradient", times=99)),
-        Case("NaN in every loss", "3 updates in a row of the critic", fault("update_critic", "nan loss", times=99)),
+        Case("NaN in every gradient", "3 updates of the critic in a row", fault("update_critic", "nan gradient", times=99)),
+        Case("NaN in every loss", "3 updates of the critic in a row", fault("update_critic", "nan loss", times=99)),
         Case("rewards of 1e30", "beyond guard.max_score", environment={"WILD_REWARD": "1"}, settings={"trainer.save_every": "4"}),
     ]
     stages = ("sync_weights", "generate", "score/critic", "reward_functions", "update_actor", "save_checkpoint")
@@ -223,6 +224,8 @@ def tried(case: Case, run: Path, task: Path, straights: Callable[[Case], Path]) 
             attempt.kill()
         time.sleep(0.1)
     seconds, output, done = time.monotonic() - since, attempt.output, len(lines_of(run / "metrics.jsonl"))
+    if case.faults and "fault: " not in output:
+        wrong.append("the fault did not come")
     if case.told not in output:
         wrong.append(f"did not say '{case.told}'")
     if case.ends:
@@ -279,14 +282,14 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Faults, and what they cost.")
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--only", default="", help="cases whose name has this in it")
+    parser.add_argument("--only", nargs="*", default=[""], help="cases whose name has one of these in it")
     arguments = parser.parse_args()
     root = arguments.run_dir.resolve()
     task = root / "task"
     sizes = ["--num-train=64", "--num-validation=6", "--num-sft=8", "--num-preferences=8", "--num-layers=2"]
     subprocess.run([sys.executable, str(ROOT / "scripts/make_tiny_task.py"), str(task), *sizes], check=True)
     straights, rows = Straights(root, task), []
-    for number, case in enumerate(case for case in cases() if arguments.only in case.name):
+    for number, case in enumerate(case for case in cases() if any(word in case.name for word in arguments.only)):
         rows.append(tried(case, root / f"case{number:02d}", task, straights))
         print(f"{rows[-1].name}: {rows[-1].ended}; lost: {rows[-1].lost}; {rows[-1].wrong or verdict(rows[-1])}", flush=True)
         (root / "faults.md").write_text(table(rows))

@@ -90,7 +90,7 @@ class Guard:
         self._in_a_row[what] = self._in_a_row.get(what, 0) + 1
         if self._in_a_row[what] >= self.bounds.max_bad_updates:
             raise BadUpdateError(
-                f"{self._in_a_row[what]} updates in a row of {what} were bad and skipped, as many as guard.max_bad_updates allows; "
+                f"{self._in_a_row[what]} updates of {what} in a row were bad and skipped, as many as guard.max_bad_updates allows; "
                 f"the last one: {fault}. The weights are those of the last good update, and so is the newest checkpoint"
             )
         return True

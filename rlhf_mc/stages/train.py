@@ -55,7 +55,7 @@ def train(run: Run, experience: Experience, iteration: int) -> dict[str, float]:
     run.safe_point()  # the last one of the iteration: an update that was begun is finished
     finish_checkpoint(run)
     run.updated = True
-    if skipped(run, "experience", fault_of_experience(experience, run.guard.bounds), experience, iteration):
+    if skipped(run, "all models", fault_of_experience(experience, run.guard.bounds), experience, iteration):
         return run.guard.metrics()
     with run.clock.stage("update_critic"), run.residency.on_device(Role.CRITIC, TRAINING):
         metrics = train_critic(run, experience, iteration)

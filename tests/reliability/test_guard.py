@@ -69,5 +69,5 @@ def test_the_run_stops_after_so_many_in_a_row_of_one_model() -> None:
     assert guard.metrics() == {"guard/skipped_updates": 3.0, "guard/skipped_in_a_row": 1.0}
     assert guard.judged("the critic", "x") and guard.judged("the actor", "x")
     assert guard.metrics() == {"guard/skipped_updates": 2.0, "guard/skipped_in_a_row": 2.0}
-    with pytest.raises(BadUpdateError, match="3 updates in a row of the actor were bad and skipped.*the last one: y"):
+    with pytest.raises(BadUpdateError, match="3 updates of the actor in a row were bad and skipped.*the last one: y"):
         guard.judged("the actor", "y")
