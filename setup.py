@@ -38,4 +38,5 @@ setup(
     python_requires=">=3.11",
     install_requires=REQUIREMENTS,
     extras_require=EXTRAS,
+    entry_points={"console_scripts": ["rlhf-mc = rlhf_mc.main:main"]},
 )

@@ -16,13 +16,18 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf_mc.config import ConfigError, Program, Settings
 from rlhf_mc.recipe import check_files, load_settings, to_yaml
 from rlhf_mc.reliability.statuses import ERROR, STOPPED, WRONG_SETTING
 from rlhf_mc.reliability.stopping import Stopped
 
+if TYPE_CHECKING:
+    from rlhf_mc.plan.machine import Machine
+
 _PR_SET_PDEATHSIG = 1
+_NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 _SECONDS_OF_THE_FIRST_RANK = 3.0
 
 
@@ -58,9 +63,45 @@ def _checked_settings(program: Program, argv: list[str] | None) -> Settings | No
     refuse_foreign_apex()
     if command.dry_run:
         print(to_yaml(settings))
+        if program == "train":
+            _show_plan(settings)
         print(f"rlhf_mc: {program}: settings and files are in order")
         return None
     return settings
+
+
+def _show_plan(settings: Settings) -> None:
+    """Prints, on the first rank, what the run would take of this machine. Raises ConfigError on every rank that sees that it does not fit."""
+    from rlhf_mc.plan.case import Case
+    from rlhf_mc.plan.picture import picture
+    from rlhf_mc.plan.plan import Plan
+
+    plan = Plan.of(Case.of(settings, _this_machine(settings)))
+    if os.environ.get("RANK", "0") == "0":
+        print(picture(plan))
+    plan.refuse_shortages()
+
+
+def _this_machine(settings: Settings) -> Machine:
+    """As many nodes like this one as torchrun started, and what its host can give. Where a GPU is asked for that is not here: an H100."""
+    from rlhf_mc.offload.planned import available_host_bytes
+    from rlhf_mc.plan.machine import DEVICES, GIB, Machine
+
+    num_ranks, host_gib = int(os.environ.get("WORLD_SIZE", "1")), available_host_bytes() / GIB
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    device = settings.trainer.device
+    if device == "cuda" or (device == "auto" and _NVIDIA_GPUS.is_dir()):
+        name, memory_gib = _this_device() if _NVIDIA_GPUS.is_dir() else ("h100", None)
+        return Machine.of(next((key for key in DEVICES if key in name.lower()), "h100"), num_ranks, host_gib, memory_gib, per_node)
+    return Machine.cpu(num_ranks, per_node, available_host_bytes())
+
+
+def _this_device() -> tuple[str, float]:
+    """Name and GiB of this rank's GPU."""
+    import torch
+
+    found = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
+    return found.name, found.total_memory / 2**30
 
 
 def refuse_foreign_apex() -> None:

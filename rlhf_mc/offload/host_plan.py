@@ -5,14 +5,13 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_mc.config import ConfigError, Settings
 from rlhf_mc.models.roles import Role
 from rlhf_mc.offload.ledger import Ledger
 from rlhf_mc.offload.neighbours import neighbours
-from rlhf_mc.offload.planned import host_needs, planned_bytes, planned_visits
+from rlhf_mc.offload.planned import available_host_bytes, host_needs, planned_bytes, planned_visits
 from rlhf_mc.offload.residency import Residency
 from rlhf_mc.offload.sizes import Place
 from rlhf_mc.offload.text import aligned, readable
@@ -21,18 +20,6 @@ from rlhf_mc.parallel.world import World
 if TYPE_CHECKING:
     from rlhf_mc.tracking import Trace
 
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
-
-
-def available_host_bytes() -> int:
-    """Memory that this process's host can still give, or its control group, whichever is less."""
-    fields = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
-    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
-        available = min(available, int(limit.read_text()) - int(used.read_text()))
-    return available
 
 
 def refuse_small_host(world: World, needs: Counter[str], available_bytes: int) -> None:

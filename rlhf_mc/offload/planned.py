@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from rlhf_mc.config import Settings
 from rlhf_mc.medusa.shape import HeadsShape
@@ -12,6 +13,9 @@ from rlhf_mc.models.roles import TRAINED_ROLES, VALUE_ROLES, Role
 from rlhf_mc.offload.minimum import RoleBytes, Visit, heads_visits, ppo_visits
 from rlhf_mc.offload.parts import Part
 from rlhf_mc.offload.sizes import HeadsKind, Place, RoleKind, heads_bytes, role_bytes
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def planned_bytes(settings: Settings, paths: Mapping[Role, str], place: Place) -> dict[Role, RoleBytes]:
@@ -69,3 +73,13 @@ def host_needs(
     elif on_cpu:
         needs.update({f"{role.value}: stays": sum(size.parts.values()) for role, size in roles.items()})
     return needs
+
+
+def available_host_bytes() -> int:
+    """Memory that this process's host can still give, or its control group, whichever is less."""
+    fields = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
+    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
+        available = min(available, int(limit.read_text()) - int(used.read_text()))
+    return available

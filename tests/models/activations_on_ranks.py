@@ -29,6 +29,7 @@ from rlhf_mc.parallel.world import World
 def _forward(model: RoleModel, packed: PackedMicrobatch) -> Tensor:
     """A scalar of what this stage makes of the micro-batch; a later stage starts from random hidden states."""
     world = model.world
+    show_cpu_to_megatron()
     if not world.grid.is_first_stage:
         rows = packed.tokens.numel() // world.grid.tensor
         model.last_chunk.set_input_tensor(torch.randn(rows, 1, model.shape.hidden, dtype=model.dtype, requires_grad=True))
@@ -52,6 +53,18 @@ def _counted(model: RoleModel, run: Callable[[], Any]) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         run()
     return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
+
+
+def _packed(model: RoleModel, batch: SequenceBatch) -> PackedMicrobatch:
+    """One micro-batch with all of `batch`."""
+    world, planned = model.world, PlannedMicrobatch(tuple(range(len(batch))))
+    return PackedBatch.of(batch, "predicted").pack(planned, world.grid.tensor, model.table, world.device, world.context)
+
+
+def counted_in_one_micro_batch(model: RoleModel, batch: SequenceBatch) -> int:
+    """Bytes that autograd keeps of one micro-batch with all of `batch`."""
+    packed = _packed(model, batch)
+    return _counted(model, lambda: _forward(model, packed))
 
 
 def _tokens(packed: PackedMicrobatch, window: int | None) -> Tokens:
@@ -97,10 +110,7 @@ def _of_one_kind(
     world: World, directory: str, head: Head, batch: SequenceBatch, dtype: str, recompute: Recompute, expands_keys: bool
 ) -> tuple[int, int]:
     model = make_role(world, directory, head, Optim(), dtype, recompute=recompute)
-    show_cpu_to_megatron()
-    grid, shape = world.grid, model.shape
-    planned = PlannedMicrobatch(tuple(range(len(batch))))
-    packed = PackedBatch.of(batch, "predicted").pack(planned, grid.tensor, model.table, world.device, world.context)
+    grid, shape, packed = world.grid, model.shape, _packed(model, batch)
     layers = Layers(
         shape=shape,
         tensor=grid.tensor,
