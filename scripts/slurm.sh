@@ -11,7 +11,8 @@
 # CONTAINER_IMAGE: an image for srun's --container-image (pyxis), with CONTAINER_MOUNTS for its mounts; bare without.
 # LEAVE_SECONDS: what the ranks have to save and leave (600); the --signal of the job must come so much earlier than its end, and more.
 
-nodes=${SLURM_JOB_NUM_NODES:?this is for a job of Slurm: sbatch ${0##*/}}
+source scripts/relay_signals.sh
+: "${SLURM_JOB_ID:?this is for a job of Slurm: sbatch ${0##*/}}"
 attempt=${SLURM_RESTART_COUNT:-0}
 
 _container() {
@@ -21,25 +22,16 @@ _container() {
 }
 
 run_attempt() {
-    local first container asked=no status=0
+    local first container status=0
     first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-    export NNODES=$nodes RDZV_ID=$SLURM_JOB_ID.$attempt MASTER_ADDR=$first MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+    export NNODES=$SLURM_JOB_NUM_NODES RDZV_ID=$SLURM_JOB_ID.$attempt MASTER_ADDR=$first MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
     export LOG_DIR=${LOG_ROOT:-slurm_logs}/$SLURM_JOB_ID/attempt_$attempt SHUTDOWN_SECONDS=${LEAVE_SECONDS:-600}
     mkdir -p "$LOG_DIR"
-    echo "job $SLURM_JOB_ID, attempt $attempt, on $nodes node(s) from $first; output of the ranks in $LOG_DIR"
+    echo "job $SLURM_JOB_ID, attempt $attempt, on $NNODES node(s) from $first; output of the ranks in $LOG_DIR"
     mapfile -t container < <(_container)
     # A rank that fails must not leave the other nodes waiting for it: srun ends them all.
-    srun --kill-on-bad-exit=1 --ntasks="$nodes" --ntasks-per-node=1 "${container[@]}" "$@" &
-    local step=$!
-    trap 'asked=yes; scancel --signal=USR1 "$SLURM_JOB_ID.0"' USR1
-    trap 'kill -TERM "$step" 2>/dev/null' TERM
-    while true; do
-        status=0
-        wait "$step" || status=$?
-        kill -0 "$step" 2>/dev/null || break # else it was a signal to this shell that ended the wait
-    done
-    trap - USR1 TERM
-    if [[ $asked == yes && $status != 0 ]]; then
+    relay_signals srun --kill-on-bad-exit=1 --ntasks="$NNODES" --ntasks-per-node=1 "${container[@]}" "$@" || status=$?
+    if [[ $asked_to_leave == yes && $status != 0 ]]; then
         echo "job $SLURM_JOB_ID, attempt $attempt, was asked to leave; it goes back into the queue"
         scontrol requeue "$SLURM_JOB_ID"
     fi
