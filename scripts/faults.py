@@ -184,7 +184,7 @@ def lines_of(path: Path) -> list[dict]:
 def differences(run: Path, straight: Path) -> list[str]:
     """What is not as in the straight run."""
     files = [f"{role}/model.safetensors" for role in ("actor", "critic", "medusa")] + ["samples.jsonl"]
-    files += [str(path.relative_to(straight)) for path in sorted(straight.glob("checkpoints/*/rank*"))]
+    files += [str(path.relative_to(straight)) for path in sorted(straight.glob(f"{_NEWEST}/rank*"))]
     files += [str(path.relative_to(straight)) for path in sorted(straight.glob("rollouts/*"))]
     found = [name for name in files if not (run / name).exists() or (run / name).read_bytes() != (straight / name).read_bytes()]
     ours, theirs = (
