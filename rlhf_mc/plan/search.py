@@ -213,7 +213,7 @@ def search_table(case: Case, found: list[Found], most: int) -> str:
     lines = [f"{len(found)} ways to share out {case.machine.num_gpus} devices, of which {len(fitting)} fit; the fastest by prediction:"]
     for place, one in enumerate(fitting[:most], 1):
         times = Plan.of(one.case).times
-        lines.append(f"{place}. {times.samples_per_second:.3g} samples a second, {times.iteration:.3g} s an iteration: {layout_text(one)}")
+        lines.append(f"{place}. {times.samples_per_second:.3g} samples a second, {times.iteration:.4g} s an iteration: {layout_text(one)}")
         if one is not best:
             lines.append(f"   loses to 1: {why_slower(best, one)}")
     return "\n".join([*lines, "settings of 1:", "  " + " ".join(best.overrides())])
