@@ -91,12 +91,19 @@ class Parallel:
     tensor: int = 1  #: ranks that share each layer
     context: int = 1  #: ranks that share each sequence; micro_batch.tokens counts the tokens of all of them
     pipeline: int = 1  #: ranks that share the stack of layers
+    virtual_pipeline: int = 1  #: chunks of layers on each of these; micro-batches go around as often (interleaved 1F1B)
     distributed_optimizer: bool = True  #: shard main params and moments over the ranks with the same weights
 
     def check(self, key: str) -> None:
         _check(self.tensor >= 1, f"{key}.tensor: {self.tensor} is not positive")
         _check(self.context >= 1, f"{key}.context: {self.context} is not positive")
         _check(self.pipeline >= 1, f"{key}.pipeline: {self.pipeline} is not positive")
+        _check(self.virtual_pipeline >= 1, f"{key}.virtual_pipeline: {self.virtual_pipeline} is not positive")
+        _check(
+            self.virtual_pipeline == 1 or self.pipeline > 1,
+            f"{key}.virtual_pipeline: {self.virtual_pipeline} chunks take turns on the ranks of a pipeline, and {key}.pipeline is 1; "
+            f"set {key}.virtual_pipeline=1, or raise {key}.pipeline",
+        )
 
     def data(self, num_ranks: int, engine_ranks: int = 0) -> int:
         """Data-parallel size for `num_ranks` ranks that train, beside those of the engines; an indivisible layout is a ConfigError."""
@@ -460,10 +467,13 @@ class Trainer:
     iterations: int = 100  #: rollouts, each with its update
     device: Literal["auto", "cpu", "cuda"] = "auto"  #: auto: CUDA where there is one
     dtype: Literal["fp32", "bf16"] = "bf16"  #: of parameters and activations; main params are fp32
+    deterministic: bool = False  #: sums over ranks in rank order, deterministic kernels; slower
     recompute: Recompute = "none"  #: what the backward of a trained role computes again: nothing, attention, or whole layers
     evaluate_every: int = 0  #: iterations between evaluations; 0: before and after only
     save_every: int = 0  #: train: iterations between checkpoints in output_dir/checkpoints; 0: none
     keep_last: int = 2  #: checkpoints that stay; older ones are removed
+    keep_best: int = 0  #: checkpoints that stay for being best by best_by, new or old; 0: only the newest stay
+    best_by: str = "val/reward_model"  #: metric of a checkpoint's last iteration, the largest is best; -NAME: the smallest
     resume: Literal["auto", "never"] = "auto"  #: auto: go on from the newest whole checkpoint in output_dir
     num_sample_rows: int = 8  #: rows of the sample table
     trace_iterations: int = 2  #: iterations before the present one kept for output_dir/trace/rank*.json; 0: no traces
@@ -499,7 +509,38 @@ class Trainer:
         _check(self.evaluate_every >= 0, f"{key}.evaluate_every: {self.evaluate_every} is negative; 0: only before and after")
         _check(self.save_every >= 0, f"{key}.save_every: {self.save_every} is negative; 0: no checkpoints")
         _check(self.keep_last >= 1, f"{key}.keep_last: {self.keep_last} leaves no checkpoint; keep 1 or more, or set {key}.save_every=0")
+        _check(self.keep_best >= 0, f"{key}.keep_best: {self.keep_best} is negative; 0: only the newest stay")
+        _check(bool(self.best_by.removeprefix("-")), f"{key}.best_by: '{self.best_by}' names no metric; one of metrics.jsonl will do")
         _check(self.trace_iterations >= 0, f"{key}.trace_iterations: {self.trace_iterations} is negative; 0: no traces")
+
+
+@_settings_record
+class Guard:
+    """What an update must hold to; else it is skipped, and the batch written to output_dir/bad_updates (docs/reliability.md)."""
+
+    max_bad_updates: int = 3  #: skipped updates in a row, of one model, that stop the run
+    max_score: float = 1e4  #: largest size of a sequence's score
+    max_ratio: float = 10.0  #: largest mean ratio of new to old probabilities in a mini-batch
+    max_grad_norm: float | None = None  #: largest gradient norm; null: any finite one, which is clipped
+
+    def check(self, key: str) -> None:
+        _check(self.max_bad_updates >= 1, f"{key}.max_bad_updates: {self.max_bad_updates} is not positive; 1 stops at the first")
+        _check(self.max_score > 0, f"{key}.max_score: {self.max_score} is not positive")
+        _check(self.max_ratio > 1, f"{key}.max_ratio: {self.max_ratio} must exceed 1, the ratio of an unchanged policy")
+        norm = self.max_grad_norm
+        _check(norm is None or norm > 0, f"{key}.max_grad_norm: {norm} is not positive; null for no bound")
+
+
+@_settings_record
+class Watchdog:
+    """How long a rank may show no sign of life: no stage, decode exchange or mini-batch ends (docs/reliability.md)."""
+
+    seconds: float | None = 1500.0  #: at least so long in any stage; null: no watchdog
+    factor: float = 10.0  #: or so many times the longest wait seen in that stage, if that is longer
+
+    def check(self, key: str) -> None:
+        _check(self.seconds is None or self.seconds > 0, f"{key}.seconds: {self.seconds} is not positive; null for no watchdog")
+        _check(self.factor >= 1, f"{key}.factor: {self.factor} is below 1, so that a stage could not take as long as it did before")
 
 
 @_settings_record
@@ -531,6 +572,8 @@ class Settings:
     algorithm: Algorithm = field(default_factory=Algorithm)
     medusa: Medusa = field(default_factory=Medusa)
     offload: Offload = field(default_factory=Offload)
+    guard: Guard = field(default_factory=Guard)
+    watchdog: Watchdog = field(default_factory=Watchdog)
     wandb: Wandb = field(default_factory=Wandb)
 
     @property

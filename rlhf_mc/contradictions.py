@@ -24,6 +24,7 @@ def contradictions(settings: Settings, program: Program, data_parallel: int | No
             yield from _prompts(settings)
             yield from _rollout_grid(settings)
         yield from _ptx(settings)
+        yield from _best(settings)
         yield from _mini_batch(settings)
         yield from _sequence_length(settings)
     elif program == "heads":
@@ -127,6 +128,27 @@ def _ptx(settings: Settings) -> Iterator[str]:
         yield f"data.ptx: [], but actor.ptx_coef: {ptx_coef} needs text; name files in data.ptx, or set actor.ptx_coef=0"
     if data.ptx and ptx_coef == 0:
         yield f"actor.ptx_coef: 0, so that data.ptx: {data.ptx} would never be read; raise actor.ptx_coef, or set data.ptx=[]"
+
+
+def _best(settings: Settings) -> Iterator[str]:
+    trainer, validation = settings.trainer, settings.data.validation
+    if not trainer.keep_best:
+        return
+    if not trainer.save_every:
+        yield f"trainer.keep_best: {trainer.keep_best}, but trainer.save_every: 0 makes no checkpoints; set it, or trainer.keep_best=0"
+        return
+    if not trainer.best_by.removeprefix("-").startswith("val/"):
+        return
+    if not (trainer.evaluates and validation and trainer.evaluate_every):
+        yield (
+            f"trainer.best_by: {trainer.best_by}, but nothing is measured on held-out prompts during training (data.validation: {validation}, "
+            f"trainer.evaluate_every: {trainer.evaluate_every}); set both, or name another metric"
+        )
+    elif trainer.save_every % trainer.evaluate_every:
+        yield (
+            f"trainer.save_every: {trainer.save_every} is no multiple of trainer.evaluate_every: {trainer.evaluate_every}, so that some "
+            f"checkpoints would have no {trainer.best_by}, and could not be among the trainer.keep_best"
+        )
 
 
 def _rollout_grid(settings: Settings) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """How each of the programs starts and ends, alike on every rank: settings checked first, then the world, then the work.
 
 Nothing heavy is imported until the settings hold, so that a typing error costs a second. A wrong setting ends every rank
-with exit status 2 and its message; another error is printed with its traceback and the rank, and ends with status 1.
+with exit status 2 and its message; another error is printed with its traceback and the rank, and ends with status 1. Others: statuses.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 
 from rlhf_mc.config import ConfigError, Program, Settings
 from rlhf_mc.recipe import check_files, load_settings, to_yaml
+from rlhf_mc.reliability.statuses import ERROR, STOPPED, WRONG_SETTING
+from rlhf_mc.reliability.stopping import Stopped
 
 if TYPE_CHECKING:
     from rlhf_mc.plan.machine import Machine
@@ -30,9 +32,12 @@ _SECONDS_OF_THE_FIRST_RANK = 3.0
 
 
 def _die_with_parent() -> None:
-    """Asks Linux to end this rank when torchrun dies: a killed torchrun otherwise leaves its workers behind."""
+    """Asks Linux to end this rank when torchrun dies: a killed torchrun otherwise leaves its workers behind.
+
+    SIGKILL, for SIGTERM only asks a run to stop.
+    """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def quiet_libraries() -> None:
@@ -123,7 +128,6 @@ def use_share_of_cores() -> None:
 
 def run_program(program: Program, work: Callable[[Settings], None], argv: list[str] | None = None) -> None:
     """Runs `work`, which joins the world when its data are read, with the command line's settings; ends the process with its status."""
-    rank = int(os.environ.get("RANK", "0"))
     _die_with_parent()
     quiet_libraries()
     try:
@@ -133,12 +137,21 @@ def run_program(program: Program, work: Callable[[Settings], None], argv: list[s
         use_share_of_cores()
         work(settings)
     except ConfigError as error:
-        _end(f"rlhf_mc: {program}: {error}", 2)
-    except Exception:
-        _end(f"rlhf_mc: {program}: error on rank {rank}:\n{traceback.format_exc()}", 1)
+        _end(f"rlhf_mc: {program}: {error}", WRONG_SETTING)
+    except Stopped:
+        sys.stdout.flush()
+        os._exit(STOPPED)
+    except Exception as error:
+        end_with(error, program)
     from rlhf_mc.parallel.world import leave_world
 
     leave_world()
+
+
+def end_with(error: Exception, program: Program = "train") -> None:
+    """Prints the traceback with the rank, and ends the process. From any thread."""
+    trace = "".join(traceback.format_exception(error))
+    _end(f"rlhf_mc: {program}: error on rank {os.environ.get('RANK', '0')}:\n{trace}", ERROR)
 
 
 def _end(message: str, status: int) -> None:

@@ -21,6 +21,7 @@ def ppo(settings: Settings) -> None:
     from rlhf_mc.stages.dump import dump
     from rlhf_mc.stages.evaluate import evaluate, sample_rows
     from rlhf_mc.stages.finish import finish
+    from rlhf_mc.stages.leave import leaves_when_asked
     from rlhf_mc.stages.make_experience import make_experience
     from rlhf_mc.stages.metrics import iteration_metrics
     from rlhf_mc.stages.replay import replay
@@ -29,7 +30,7 @@ def ppo(settings: Settings) -> None:
     from rlhf_mc.stages.train import train
 
     trainer = settings.trainer
-    with start_ppo(settings, job) as run:
+    with start_ppo(settings, job) as run, leaves_when_asked(run):
         before = begin(run)
         for iteration in range(run.origin.iteration, trainer.iterations):
             metrics: dict[str, float] = {}
@@ -44,8 +45,9 @@ def ppo(settings: Settings) -> None:
             if trainer.evaluate_every and (iteration + 1) % trainer.evaluate_every == 0:
                 metrics |= evaluate(run, iteration + 1)
             run.tracker.samples(iteration, sample_rows(run, experience), show=iteration == 0)
-            run.tracker.log(iteration, metrics | iteration_metrics(run, experience))
-            save_checkpoint(run, iteration + 1)
+            metrics |= iteration_metrics(run, experience)
+            run.tracker.log(iteration, metrics)
+            save_checkpoint(run, iteration + 1, metrics)
         finish(run, before, after=evaluate(run, trainer.iterations))
 
 

@@ -7,6 +7,7 @@
 # those of supervised to the first two; those that say which draft heads there are (medusa.enabled, num_heads, num_layers,
 # shared_output) to SFT, which makes them, as well.
 # NPROC: ranks (2).  RUN_DIR: where everything goes (runs/ppo_tiny); task, models, metrics and samples are found there.
+# KEEP_MODELS=1: task and models that an earlier start has finished stay; as when a job of Slurm goes on.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -24,21 +25,22 @@ for override in "$@"; do
     esac
 done
 title() { printf '\n== %s ==\n' "$1"; }
+kept() { [[ ${KEEP_MODELS:-0} == 1 && -e $1 ]] && echo "$(dirname "$1") was made before"; }
 
 # A mistyped override shows now, not when the first two programs are through.
 python -m rlhf_mc.train --config scripts/configs/ppo_tiny.yaml --print-config "$@" >/dev/null
 
 title "Task: shift digits"
-python scripts/make_tiny_task.py "$run/task"
+kept "$run/task/prompts.jsonl" || python scripts/make_tiny_task.py "$run/task"
 
 title "1 of 3: supervised fine-tuning, with draft heads"
-launch rlhf_mc.stages.sft --config scripts/configs/tiny_sft.yaml \
+kept "$run/sft/model/config.json" || launch rlhf_mc.stages.sft --config scripts/configs/tiny_sft.yaml \
     trainer.output_dir="$run/sft" supervised.path="$run/task/model" \
     data.train="[$run/task/sft.jsonl]" data.validation="[$run/task/sft_validation.jsonl]" \
     ${common[@]+"${common[@]}"} ${heads[@]+"${heads[@]}"}
 
 title "2 of 3: reward model"
-launch rlhf_mc.stages.reward_model --config scripts/configs/tiny_reward_model.yaml \
+kept "$run/reward_model/model/config.json" || launch rlhf_mc.stages.reward_model --config scripts/configs/tiny_reward_model.yaml \
     trainer.output_dir="$run/reward_model" supervised.path="$run/sft/model" \
     data.train="[$run/task/preferences.jsonl]" data.validation="[$run/task/preferences_validation.jsonl]" \
     ${common[@]+"${common[@]}"}

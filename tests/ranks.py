@@ -47,12 +47,13 @@ class RankError(Exception):
 
 @dataclass(frozen=True)
 class Layout:
-    """A training grid by its four sizes; str() is its name in test ids."""
+    """A training grid by its sizes; str() is its name in test ids. virtual: chunks of layers a pipeline stage."""
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
     context: int = 1
+    virtual: int = 1
 
     @property
     def size(self) -> int:
@@ -60,7 +61,7 @@ class Layout:
         return self.tensor * self.pipeline * self.data * self.context
 
     def __str__(self) -> str:
-        sizes = {"TP": self.tensor, "CP": self.context, "PP": self.pipeline, "DP": self.data}
+        sizes = {"TP": self.tensor, "CP": self.context, "PP": self.pipeline, "VP": self.virtual, "DP": self.data}
         return "x".join(f"{name}{n}" for name, n in sizes.items() if n > 1) or "1rank"
 
 
@@ -120,7 +121,7 @@ class _Rank:
         leave_world()
         size = task.layout.size
         dist.init_process_group("gloo", store=dist.FileStore(str(task.store), size), rank=self.rank, world_size=size)
-        grid = TrainingGrid(size, self.rank, task.layout.tensor, task.layout.pipeline, task.layout.context)
+        grid = TrainingGrid(size, self.rank, task.layout.tensor, task.layout.pipeline, task.layout.context, task.layout.virtual)
         self._world = build_world(grid, torch.device("cpu"), seed=1)
         self._store = task.store
 

@@ -66,11 +66,21 @@ SECTION_FAULTS = [
     ("trainer.iterations=-1", "trainer.iterations: -1"),
     ("trainer.evaluate_every=-1", "trainer.evaluate_every: -1"),
     ("trainer.trace_iterations=-1", "trainer.trace_iterations: -1"),
+    ("trainer.keep_best=-1", "trainer.keep_best: -1"),
+    ("trainer.best_by='-'", "trainer.best_by: '-' names no metric"),
+    ("guard.max_bad_updates=0", "guard.max_bad_updates: 0"),
+    ("guard.max_score=0", "guard.max_score: 0.0"),
+    ("guard.max_ratio=1", "guard.max_ratio: 1.0 must exceed 1"),
+    ("guard.max_grad_norm=0", "guard.max_grad_norm: 0.0"),
+    ("watchdog.seconds=0", "watchdog.seconds: 0.0"),
+    ("watchdog.factor=0.5", "watchdog.factor: 0.5"),
     ("data.prompts_per_iteration=0", "data.prompts_per_iteration: 0"),
     ("data.max_prompt_tokens=0", "data.max_prompt_tokens: 0"),
     ("parallel.tensor=0", "parallel.tensor: 0"),
     ("parallel.context=0", "parallel.context: 0"),
     ("parallel.pipeline=-2", "parallel.pipeline: -2"),
+    ("parallel.virtual_pipeline=0", "parallel.virtual_pipeline: 0"),
+    ("parallel.virtual_pipeline=2", "parallel.virtual_pipeline: 2 chunks take turns"),
     ("supervised.epochs=0", "supervised.epochs: 0"),
     ("supervised.batch_size=0", "supervised.batch_size: 0"),
     ("actor.optim.lr=-1e-6", "actor.optim.lr: -1e-06"),
@@ -168,13 +178,20 @@ def test_nothing_that_pays(overrides):
         ["algorithm.kl.target=6"],
         ["algorithm.kl.use=none"],
         ["actor.micro_batch={tokens: null, sequences: 2}"],
+        ["trainer.keep_best=1", "data.validation=[v.jsonl]", "trainer.save_every=4", "trainer.evaluate_every=2"],
+        ["trainer.keep_best=1", "trainer.save_every=4", "trainer.best_by=-actor/ppo_kl"],
+        ["watchdog.seconds=null"],
     ],
 )
 def test_variants_that_are_fine(overrides):
     settings_of(*TRAIN, *overrides).check("train", 2)
 
 
+BEST = ["trainer.keep_best=1", "data.validation=[v.jsonl]", "trainer.save_every=4"]
 CONTRADICTIONS = [
+    (["trainer.keep_best=1"], "trainer.keep_best: 1, but trainer.save_every: 0 makes no checkpoints", "set it"),
+    (BEST, "trainer.best_by: val/reward_model, but nothing is measured", "trainer.evaluate_every: 0); set both"),
+    ([*BEST, "trainer.evaluate_every=3"], "trainer.save_every: 4 is no multiple of trainer.evaluate_every: 3", "have no val/reward_model"),
     (["actor.ptx_coef=0.5"], "data.ptx: [], but actor.ptx_coef: 0.5 needs text", "set actor.ptx_coef=0"),
     (["data.ptx=[a.jsonl]"], "actor.ptx_coef: 0, so that data.ptx: ['a.jsonl'] would never be read", "set data.ptx=[]"),
     (

@@ -21,13 +21,13 @@ ROWS = [
     {"pipeline"},
     {"launch", "plan", "checkpoint"},
     {"stages"},
-    {"train", "main"},
+    {"train", "main", "export_checkpoint"},
 ]
 SETTINGS_AND_RECORDS = {"config", "contradictions", "config_keys", "recipe", "batch"}
-SIDE_ROOMS = {"data", "rewards", "rollout_files", "tracking"}  # import settings and records only; the last three rows may import them
+SIDE_ROOMS = {"data", "rewards", "rollout_files", "tracking", "reliability"}  # import settings and records only; the last three rows may import them
 
 WITHOUT_MEGATRON = [
-    "config contradictions config_keys recipe batch algorithms data rewards rollout_files tracking plan main launch",
+    "config contradictions config_keys recipe batch algorithms data rewards rollout_files tracking reliability plan main launch",
     "parallel/grids parallel/context parallel/reshard parallel/balance parallel/microbatches parallel/logprobs",
     "parallel/wire parallel/exchange parallel/job",
     "models/hf_config models/weight_layout models/loss models/precision medusa/shape medusa/steps",
@@ -36,7 +36,7 @@ WITHOUT_MEGATRON = [
     "stages/serve",
 ]
 WITHOUT_TORCH = [
-    "config contradictions config_keys recipe",
+    "config contradictions config_keys recipe reliability launch",
     "models/activations models/roles parallel/logits_chunk pipeline/kv_cache",
     "offload/layout offload/minimum offload/parts offload/planned offload/sizes offload/text plan main",
     "models/hf_config models/weight_layout parallel/grids parallel/reshard parallel/balance parallel/microbatches",

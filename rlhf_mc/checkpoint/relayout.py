@@ -16,6 +16,7 @@ from torch import Tensor
 from rlhf_mc.checkpoint.layout import Layout, shard_pieces
 from rlhf_mc.models.role import Resident, Role
 from rlhf_mc.models.stepped import Stepped
+from rlhf_mc.parallel.grids import TrainingGrid
 from rlhf_mc.parallel.reshard import Piece
 
 SHARDS = "shards"
@@ -36,18 +37,28 @@ def describe(shards: list[Stepped]) -> dict[str, str]:
 class SavedShards:
     """The shards of parameters of one role as they were on the ranks that saved it, put together from the files of these."""
 
-    def __init__(self, directory: Path, model: Resident, saved: Layout) -> None:
-        self._directory, self._role = directory, model.role
+    def __init__(self, directory: Path, role: Role, pieces: Callable[[TrainingGrid], list[Piece]], saved: Layout) -> None:
+        """pieces: what a rank in that place holds of the role, by the names of whole tensors."""
+        self._directory, self._role = directory, role
         self._ranks = list(saved.copies())
         self._pieces: dict[str, list[tuple[int, Piece]]] = {}
         for number, ranks in enumerate(self._ranks):
-            for piece in shard_pieces(model, saved.grid(ranks[0])):
+            for piece in pieces(saved.grid(ranks[0])):
                 self._pieces.setdefault(piece.name, []).append((number, piece))
         self.shard = lru_cache(maxsize=_KEPT)(self._shard)
 
     def sources(self, piece: Piece) -> list[tuple[int, Piece]]:
         """(number of the shard, its piece) of all that hold something of the same whole tensor."""
         return self._pieces[piece.name]
+
+    def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A whole tensor of this shape, float32, as it was when it was saved."""
+        tensor = torch.empty(shape)
+        for number, piece in self._pieces[name]:
+            if piece.owner:
+                held = self.shard(number, piece.param, "main").narrow(piece.dim, piece.start, piece.length)
+                tensor.narrow(piece.dim, piece.whole_start, piece.length).copy_(held)
+        return tensor
 
     def _shard(self, number: int, name: str, kind: str) -> Tensor:
         """A whole shard of one parameter, as the ranks of this number had it; kind: main, exp_avg or exp_avg_sq."""
@@ -77,7 +88,7 @@ class SavedShards:
 
 def values_for(model: Resident, directory: Path, saved: Layout) -> Callable[[Stepped, str], Tensor]:
     """What a shard's tensor of each kind must become on this rank: values(shard, kind), shaped as there. No collective."""
-    shards = SavedShards(directory, model, saved)
+    shards = SavedShards(directory, model.role, partial(shard_pieces, model), saved)
     mine: dict[str, list[Piece]] = {}
     for piece in shard_pieces(model, model.world.grid):
         mine.setdefault(piece.param, []).append(piece)

@@ -68,10 +68,10 @@ def _read_own(path: Path, shards: list[Stepped]) -> None:
 
 def _layout_of(model: Resident) -> Layout:
     grid = model.world.grid
-    return Layout(grid.world_size, grid.tensor, grid.pipeline, model.ddp.ddp_config.use_distributed_optimizer)
+    return Layout(grid.world_size, grid.tensor, grid.pipeline, model.shards_optimizer, grid.virtual)
 
 
 def _source_rank(model: Resident) -> int:
     """The rank that writes what this rank steps: itself, or the first of those that all step the same."""
     grid = model.world.grid
-    return grid.rank if model.ddp.ddp_config.use_distributed_optimizer else grid.rank_at(grid.tensor_rank, 0, grid.stage)
+    return grid.rank if model.shards_optimizer else grid.rank_at(grid.tensor_rank, 0, grid.stage)

@@ -46,8 +46,8 @@ class Saving:
 
         writer.submit(work)
 
-    def publish(self, keep_last: int) -> int:
-        """Collective over all ranks. Once all files are durable they are a checkpoint, of which only so many stay; its bytes.
+    def publish(self, keep_last: int, keep_best: int = 0, best_by: str = "") -> int:
+        """Collective over all ranks. Once all files are durable they are a checkpoint, of which only so many stay (`prune`); its bytes.
 
         Raises CheckpointError on every rank where any rank could not write; older checkpoints are untouched then.
         """
@@ -59,7 +59,7 @@ class Saving:
             if self._world.rank == 0:
                 shutil.rmtree(self._aside, ignore_errors=True)
             raise
-        self._on_first(lambda: prune(self._root, keep_last))
+        self._on_first(lambda: prune(self._root, keep_last, keep_best, best_by))
         return sum(file.num_bytes for file in files)
 
     def _written(self) -> Sequence[FileRecord]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf_mc.checkpoint.disk import FileRecord, flush_directory, record_of, write_file, write_json
 
-FORMAT = 1
+FORMAT = 2  # of 1, layers were numbered within a pipeline stage
 _NAME = re.compile(r"\d{6,}")
 _PARTIAL = ".partial"
 _MANIFEST, _RECORD, LATEST = "manifest.json", "run.json", "latest"
@@ -84,14 +84,29 @@ def publish(aside: Path, record: dict[str, Any], files: Iterable[FileRecord]) ->
     flush_directory(root)
 
 
-def prune(root: Path, keep_last: int) -> None:
-    """Removes all checkpoints that are older than the `keep_last` newest ones that are there in full length. Raises OSError."""
+def prune(root: Path, keep_last: int, keep_best: int = 0, best_by: str = "") -> None:
+    """Removes all checkpoints that are older than the `keep_last` newest ones that are there in full length, but for the best ones.
+
+    keep_best: how many of all that are there in full length are best.  best_by: trainer.best_by. Raises OSError.
+    """
+    whole = [path for path in published(root) if _has_all_bytes(path)]
+    values = {path: value for path in whole if (value := _value_of(path, best_by)) is not None}
+    best = sorted(values, key=values.__getitem__, reverse=True)[:keep_best]  # of equals, the newest
     kept = 0
     for path in published(root):
-        if kept >= keep_last:
+        if kept < keep_last:
+            kept += path in whole
+        elif path not in best:
             _remove(path)
-        elif _has_all_bytes(path):
-            kept += 1
+
+
+def _value_of(path: Path, best_by: str) -> float | None:
+    """By which checkpoints are compared; None where that metric was not measured when it was saved."""
+    try:
+        value = read_record(path).get("metrics", {}).get(best_by.removeprefix("-"))
+    except DamagedError:
+        return None
+    return -value if value is not None and best_by.startswith("-") else value
 
 
 def _remove(path: Path) -> None:

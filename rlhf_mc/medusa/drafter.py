@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_mc.config import ConfigError, Settings
 from rlhf_mc.medusa.files import save_heads
@@ -36,6 +37,10 @@ class DraftModel(Resident):
         """The parameters; a shared output layer is the actor's."""
         yield from self.heads.parameters()
 
+    def params(self) -> dict[str, nn.Parameter]:
+        """By the names of medusa/shape.py."""
+        return dict(self.heads.named_parameters())
+
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Collective over the model group: every rank must take every item. (name, whole tensor on the device), as in the files.
 
@@ -48,8 +53,7 @@ class DraftModel(Resident):
             position = (grid.pipeline - 1) * grid.tensor + tensor_rank
             for piece in trainer_pieces(self.shape, self.padded_vocab, grid.tensor, tensor_rank):
                 owned[position][piece.name] = [piece]
-        params = dict(self.heads.named_parameters())
-        yield from gather_tensors(self.shape.tensors(), params, owned, self.heads.config.params_dtype, self.world)
+        yield from gather_tensors(self.shape.tensors(), self.params(), owned, self.heads.config.params_dtype, self.world)
 
 
     def save(self, target: str | Path, model: ModelShape, model_directory: str | Path) -> None:
@@ -76,14 +80,14 @@ def build_drafter(settings: Settings, actor: RoleModel, trained: bool, tensors: 
         )
     padded_vocab = actor.shape.padded_vocab(world.grid.tensor)
     with world.device:
-        heads = MedusaHeads(actor.decoder.config, shape, padded_vocab, world.tensor_group, present=world.grid.is_last_stage)
+        heads = MedusaHeads(actor.config, shape, padded_vocab, world.tensor_group, present=world.grid.is_last_stage)
     drafter = DraftModel(world=world, shape=shape, heads=heads, padded_vocab=padded_vocab)
     if tensors is None:
         _copy_output_of(actor, heads)
     else:
         _fill(drafter, tensors)
     if trained:
-        drafter.ddp = wrap_for_training(heads, settings.parallel.distributed_optimizer)
+        drafter.ddp = (wrap_for_training(heads, settings.parallel.distributed_optimizer),)
         drafter.optimizer = build_optimizer(drafter.ddp, settings.medusa.optim, actor.dtype, world.device)
     else:
         heads.requires_grad_(False)
@@ -93,7 +97,7 @@ def build_drafter(settings: Settings, actor: RoleModel, trained: bool, tensors: 
 @torch.no_grad()
 def _copy_output_of(actor: RoleModel, heads: MedusaHeads) -> None:
     for output in heads.lm_heads:
-        output.weight.copy_(padded_output_weight(actor.decoder))
+        output.weight.copy_(padded_output_weight(actor.last_chunk))
 
 
 @torch.no_grad()
@@ -106,7 +110,7 @@ def _fill(drafter: DraftModel, tensors: Mapping[str, Tensor]) -> None:
             f"medusa.path: {wrong} has shape {found.get(wrong, 'none')} there, and {shapes.get(wrong, 'none')} by the settings "
             "and the actor; these are other heads, or another model's"
         )
-    params, grid = dict(drafter.heads.named_parameters()), drafter.world.grid
+    params, grid = drafter.params(), drafter.world.grid
     pieces = trainer_pieces(drafter.shape, drafter.padded_vocab, grid.tensor, grid.tensor_rank) if grid.is_last_stage else []
     for piece in pieces:
         rows = tensors[piece.name].narrow(piece.dim, piece.whole_start, piece.length)
@@ -114,11 +118,15 @@ def _fill(drafter: DraftModel, tensors: Mapping[str, Tensor]) -> None:
 
 
 def update_heads(drafter: DraftModel, lr: float) -> float:
-    """Collective over all ranks. Sums the gradients over ranks, clips, steps at `lr`; the gradient norm before clipping."""
+    """Collective over all ranks. Sums the gradients over ranks, clips, steps at `lr`; the gradient norm before clipping.
+
+    Where it is not finite, no rank steps.
+    """
     drafter.check_present("params", "gradients", "optimizer")
     # All that megatron's finalize_model_grads does for parameters which are neither tied nor whole on each tensor rank.
-    drafter.ddp.finish_grad_sync()
+    for ddp in drafter.ddp:
+        ddp.finish_grad_sync()
     grad_norm = step_optimizer(drafter.optimizer, lr, drafter.world.on_cpu)
-    drafter.version += 1
+    drafter.version += math.isfinite(grad_norm)
     drafter.accumulating = False
     return grad_norm

@@ -34,7 +34,7 @@ def _pass(
     totals = torch.zeros(len(names), dtype=torch.float64)
     max_rows = max(1, _CHUNK_ELEMENTS // drafter.shape.hidden)
     for rows, labels in hidden.chunks(samples, max_rows):
-        part = heads_loss(drafter.heads, rows, labels, padded_output_weight(actor.decoder), decay, counts)
+        part = heads_loss(drafter.heads, rows, labels, padded_output_weight(actor.last_chunk), decay, counts)
         if torch.is_grad_enabled():
             part.loss.backward()
         if world.grid.speaks:
@@ -93,7 +93,7 @@ def joint_loss(drafter: DraftModel, actor: RoleModel, batch: SequenceBatch, sect
 
     def of(rows: Tensor, packed: PackedMicrobatch) -> LossSum:
         labels = head_labels(packed, num_heads)
-        part = heads_loss(drafter.heads, rows, labels, padded_output_weight(actor.decoder), section.loss_decay, counts)
+        part = heads_loss(drafter.heads, rows, labels, padded_output_weight(actor.last_chunk), section.loss_decay, counts)
         return LossSum(section.joint_weight * part.loss, part.sums)
 
     drafter.accumulating = True

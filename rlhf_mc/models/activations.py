@@ -17,7 +17,7 @@ a number, h hidden, f ffn width, q = heads x head_dim / t, k = key/value heads x
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf_mc.config import Recompute
 from rlhf_mc.models.hf_config import ModelShape
@@ -60,6 +60,13 @@ class Tokens:
         bias = sequences * (chunk * longest + chunk * longest // 2)  # of the last rank: its late chunk sees everything
         keys = round((tokens + tokens // 2) * padding)
         return Tokens(held, -(-answers // context), round(held * padding), keys, keys, bias)
+
+
+    @staticmethod
+    def end_to_end(tokens: int, longest: int, answers: int, context: int = 1) -> Tokens:
+        """As `even`, for a kernel that takes sequences of any lengths end to end: no padding, and no masks."""
+        even = Tokens.even(tokens, longest, answers, context)
+        return replace(even, masked_keys=0, bias=0)
 
 
 @dataclass(frozen=True)

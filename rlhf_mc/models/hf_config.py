@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_mc.config import ConfigError
+from rlhf_mc.config import ConfigError, Parallel
 from rlhf_mc.parallel.balance import SequenceCost
 
 FAMILIES = {
@@ -88,8 +88,9 @@ class ModelShape:
         """Rows of the embedding in the trainer."""
         return padded_rows(self.vocab, tensor_parallel)
 
-    def check_layout(self, tensor: int, pipeline: int, key: str) -> None:
-        """Raises ConfigError where the model cannot be split `tensor` x `pipeline` ways."""
+    def check_layout(self, parallel: Parallel, key: str) -> None:
+        """Raises ConfigError where the model cannot be split over the ranks as the settings ask."""
+        tensor, pipeline, virtual = parallel.tensor, parallel.pipeline, parallel.virtual_pipeline
         for what, size in (("attention heads", self.num_heads), ("key/value heads", self.num_kv_heads), ("ffn width", self.ffn)):
             if size % tensor:
                 raise ConfigError(
@@ -100,6 +101,11 @@ class ModelShape:
             raise ConfigError(
                 f"parallel.pipeline={pipeline} does not divide the {self.num_layers} layers of {key}; "
                 f"use a pipeline size that divides {self.num_layers}"
+            )
+        if self.num_layers % (pipeline * virtual):
+            raise ConfigError(
+                f"parallel.virtual_pipeline={virtual} does not divide the {self.num_layers // pipeline} layers of {key} on each of "
+                f"{pipeline} pipeline stages; use a number of chunks that divides {self.num_layers // pipeline}"
             )
 
 

@@ -6,13 +6,14 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf_mc.config import ConfigError
 from rlhf_mc.models.hf_config import ModelShape
@@ -72,13 +73,12 @@ class _Checkpoint:
         return tensor[piece.whole_start : end] if piece.dim == 0 else tensor[:, piece.whole_start : end]
 
 
-def load_hf_weights(module: nn.Module, shape: ModelShape, shard: Shard, directory: str, key: str) -> None:
-    """Fills every parameter of `module` (this rank's shard) from `directory`. Padded vocabulary rows become zero.
+def load_hf_weights(params: dict[str, Tensor], shape: ModelShape, shard: Shard, directory: str, key: str) -> None:
+    """Fills every parameter of this rank's shard, by name, from `directory`. Padded vocabulary rows become zero.
 
     A value head that the directory does not have starts at zero: its values are then 0 until it is trained.
     Raises ConfigError naming `key` where the directory does not fit.
     """
-    params = dict(module.named_parameters())
     shapes = hf_shapes(shape, shard.value_head)
     with _Checkpoint(Path(directory), key) as checkpoint, torch.no_grad():
         for param in params.values():
@@ -164,23 +164,23 @@ def _owned_pieces(shape: ModelShape, world: World, value_head: bool) -> Owned:
     """
     grid, shapes = world.grid, hf_shapes(shape, value_head)
     owned = []
-    for position in range(grid.tensor * grid.pipeline):
-        stage, tensor_rank = divmod(position, grid.tensor)
+    for rank in grid.model_ranks():
+        place = replace(grid, rank=rank)
         by_name: dict[str, list[Piece]] = {}
-        for piece in pieces_of(shape, Shard.of(shape, grid.tensor, tensor_rank, grid.pipeline, stage, value_head)):
+        for piece in pieces_of(shape, Shard.of(shape, place, value_head)):
             whole = piece.length == shapes[piece.name][piece.dim]
-            if piece.owner and (tensor_rank == 0 or not whole):
+            if piece.owner and (place.tensor_rank == 0 or not whole):
                 by_name.setdefault(piece.name, []).append(piece)
         owned.append(by_name)
     return owned
 
 
-def export_hf_weights(module: nn.Module, shape: ModelShape, world: World, value_head: bool) -> Iterator[tuple[str, Tensor]]:
+def export_hf_weights(params: dict[str, Tensor], shape: ModelShape, world: World, value_head: bool) -> Iterator[tuple[str, Tensor]]:
     """Collective over the model group: every rank must take every item. (name, whole tensor on the device), in checkpoint order.
 
-    The tensors are in the model's precision; a value head is in fp32. They are good until the next item is taken.
+    params: of this rank's shard, by name.  The tensors are in the model's precision; a value head is in fp32. They are good
+    until the next item is taken.
     """
-    params = dict(module.named_parameters())
     shapes = hf_shapes(shape, value_head)
     owned = _owned_pieces(shape, world, value_head)
     head = {"score.weight": shapes.pop("score.weight")} if value_head else {}

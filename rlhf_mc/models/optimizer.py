@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import nn
 
 from rlhf_mc.config import Optim
@@ -57,8 +60,13 @@ def _create_states(adam: torch.optim.Optimizer) -> None:
             }
 
 
-def build_optimizer(ddp: DistributedDataParallel, optim: Optim, dtype: torch.dtype, device: torch.device) -> MegatronOptimizer:
-    """Collective over all ranks. The params must hold their starting weights already: the fp32 main params copy them."""
+def build_optimizer(
+    ddp: Sequence[DistributedDataParallel], optim: Optim, dtype: torch.dtype, device: torch.device
+) -> MegatronOptimizer:
+    """Collective over all ranks. Of all chunks of a model on this rank, one at least.
+
+    The params must hold their starting weights already: the fp32 main params copy them.
+    """
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -70,10 +78,10 @@ def build_optimizer(ddp: DistributedDataParallel, optim: Optim, dtype: torch.dty
         clip_grad=optim.clip_grad,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=ddp.ddp_config.use_distributed_optimizer,
+        use_distributed_optimizer=ddp[0].ddp_config.use_distributed_optimizer,
     )
     with cpu_tensors_pass_for_cuda(device.type == "cpu"):
-        optimizer = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False)
+        optimizer = get_megatron_optimizer(config, list(ddp), use_gloo_process_groups=False)
     for group in optimizer.param_groups:
         # megatron leaves this to its own learning-rate scheduler: no decay of norms and biases.
         group["weight_decay"] = optim.weight_decay * group["wd_mult"]
@@ -86,10 +94,20 @@ def build_optimizer(ddp: DistributedDataParallel, optim: Optim, dtype: torch.dty
     return optimizer
 
 
-def step_optimizer(optimizer: MegatronOptimizer, lr: float, on_cpu: bool) -> float:
-    """Collective over all ranks. One AdamW step at `lr` on finalised gradients; the gradient norm before clipping."""
+def step_optimizer(optimizer: MegatronOptimizer, lr: float, on_cpu: bool, allows: Callable[[float], bool] = math.isfinite) -> float:
+    """Collective over all ranks. One AdamW step at `lr` on finalised gradients; the gradient norm before clipping.
+
+    allows: whether to step with this norm, alike on all ranks; where not, params and moments stay as they are, bit for bit.
+    It is megatron's own step, but for a look at the norm between clipping and stepping.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    with cpu_tensors_pass_for_cuda(on_cpu):
-        _, grad_norm, _ = optimizer.step()
-    return float(grad_norm)
+    with cpu_tensors_pass_for_cuda(on_cpu), torch.no_grad():
+        optimizer.prepare_grads()
+        grad_norm = float(optimizer.get_grad_norm())
+        if allows(grad_norm):
+            for part in megatron_parts(optimizer):
+                if part.optimizer is not None and part.get_parameters():
+                    clip_grad_by_total_norm_fp32(part.get_parameters(), part.config.clip_grad, grad_norm)
+            optimizer.step_with_ready_grads()
+    return grad_norm

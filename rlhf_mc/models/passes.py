@@ -1,4 +1,5 @@
-"""Forward, and forward with backward, of one role over a whole batch, by megatron-core's schedules (1F1B under pipeline).
+"""Forward, and forward with backward, of one role over a whole batch, by megatron-core's schedules (1F1B under pipeline, interleaved
+where stages have several chunks).
 
 A batch is cut into micro-batches by a plan that all ranks compute alike; what comes back is one number for each asked
 token or sequence, in the batch's order, the same on every rank.
@@ -6,7 +7,10 @@ token or sequence, in the batch's order, the same on every rank.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -19,10 +23,11 @@ from rlhf_mc.models.heads import PLAIN, Sampling, TokenLogprobs
 from rlhf_mc.models.loss import Loss, LossSum
 from rlhf_mc.models.optimizer import step_optimizer
 from rlhf_mc.models.role import Resident, RoleModel
+from rlhf_mc.parallel.attention_calls import has_ragged_kernel
 from rlhf_mc.parallel.context import Context, exchange_numbers
-from rlhf_mc.parallel.megatron_cpu import show_cpu_to_megatron
 from rlhf_mc.parallel.microbatches import plan_microbatches
 from rlhf_mc.parallel.packing import Asked, PackedBatch, PackedMicrobatch
+from rlhf_mc.parallel.stage_wire import StageWire
 
 HandOver = Callable[[Tensor, PackedMicrobatch], None]
 
@@ -32,30 +37,72 @@ def _run_schedule(
 ) -> list:
     """megatron's schedule; what `loss` gave for each micro-batch, on the last stage (elsewhere an empty list).
 
-    A micro-batch is packed when its turn comes, so that what attention keeps of it is there only while it is in flight.
+    A micro-batch is packed when its turn comes, so that what attention keeps of it is there only while it is in flight: until the last
+    chunk has taken it.
     """
-    world = model.world
+    world, grid = model.world, model.world.grid
     lengths = packed_batch.batch.lengths.tolist()
-    costs = model.shape.sequence_cost(model.head == "language", world.grid.pipeline).of(lengths, packed_batch.counts.tolist())
-    plan = plan_microbatches(lengths, costs, budget, world.grid.data, together)[world.grid.data_rank]
-    microbatches = (packed_batch.pack(p, world.grid.tensor, model.table, world.device, world.context) for p in plan)
+    costs = model.shape.sequence_cost(model.head == "language", grid.pipeline).of(lengths, packed_batch.counts.tolist())
+    plan = plan_microbatches(lengths, costs, budget, grid.data, together, grid.microbatch_multiple)[grid.data_rank]
+    ragged = has_ragged_kernel(world.device, model.dtype)
+    microbatches = (packed_batch.pack(p, grid.tensor, model.table, world.device, world.context, ragged) for p in plan)
+    rows = [packed_batch.num_tokens(p, grid.tensor * grid.context) // (grid.tensor * grid.context) for p in plan]
 
     def forward_step(data: Iterator[PackedMicrobatch], module: torch.nn.Module):
         packed = next(data)
-        hidden = module(input_ids=packed.tokens[None], position_ids=None, attention_mask=None, packed_seq_params=packed.sequences)
-        return hidden, lambda output: loss(output, packed)
+        with _naming_sequences(packed):
+            hidden = module(input_ids=packed.tokens[None], position_ids=None, attention_mask=None, packed_seq_params=packed.sequences)
+        return hidden, lambda output: _named_loss(loss, output, packed)
 
-    if model.world.on_cpu:
-        show_cpu_to_megatron()
+    world.show_itself_to_megatron()
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=microbatches,
-        model=[model.module],
+        data_iterator=_for_each_chunk(microbatches, grid.virtual),
+        model=model.modules,
         num_microbatches=len(plan),
         seq_length=1,
         micro_batch_size=1,
         forward_only=forward_only,
+        p2p_communicator=StageWire(world.stage_group, model.config, rows, grid),
+        pg_collection=model.last_chunk.pg_collection,
     )
+
+
+@contextmanager
+def _naming_sequences(packed: PackedMicrobatch) -> Iterator[None]:
+    """An error inside says which sequences it came with."""
+    try:
+        yield
+    except Exception as error:
+        numbers = ", ".join(map(str, packed.sequence_ids.unique().tolist()))
+        error.add_note(f"with sequences {numbers} of the batch that the pass was given")
+        raise
+
+
+def _named_loss(loss: Callable, output: Tensor, packed: PackedMicrobatch):
+    with _naming_sequences(packed):
+        return loss(output, packed)
+
+
+def _for_each_chunk(microbatches: Iterator[PackedMicrobatch], num_chunks: int) -> list[Iterator[PackedMicrobatch]]:
+    """The same micro-batches for each chunk. One is made for the chunk that asks first, and let go by the last.
+
+    itertools.tee would keep 57 of them.
+    """
+    waiting: list[deque[PackedMicrobatch]] = [deque() for _ in range(num_chunks)]
+
+    def another() -> bool:
+        for microbatch in microbatches:
+            for queue in waiting:
+                queue.append(microbatch)
+            return True
+        return False
+
+    def of_chunk(queue: deque[PackedMicrobatch]) -> Iterator[PackedMicrobatch]:
+        while queue or another():
+            yield queue.popleft()
+
+    return [of_chunk(queue) for queue in waiting]
 
 
 def score(
@@ -139,7 +186,7 @@ def accumulate_gradients(
             totals.add_(torch.stack([part.sums[name].detach().double() for name in names]).cpu())
         return part.loss * float(not microbatch.fill), torch.tensor(1, dtype=torch.int, device=hidden.device), {}
 
-    config = model.decoder.config
+    config = model.config
     config.finalize_model_grads_func = None
     config.grad_scale_func = model.optimizer.scale_loss
     model.accumulating = True
@@ -150,16 +197,32 @@ def accumulate_gradients(
 def zero_gradients(model: Resident) -> None:
     """Empties the gradient buckets; call before the first accumulate_gradients of an update."""
     model.check_present("gradients")
-    model.ddp.zero_grad_buffer()
+    for ddp in model.ddp:
+        ddp.zero_grad_buffer()
     model.optimizer.zero_grad()
     model.accumulating = False
 
 
-def update(model: RoleModel, lr: float) -> float:
-    """Collective over all ranks. Sums the gradients over ranks, clips, steps at `lr`; the gradient norm before clipping."""
+def update(model: RoleModel, lr: float, max_norm: float | None = None) -> float:
+    """Collective over all ranks. Sums the gradients over ranks, clips, steps at `lr`; the gradient norm before clipping.
+
+    Where the norm is not finite, or exceeds `max_norm`, no rank steps: the role stays as it is, bit for bit.
+    """
     model.check_present("params", "gradients", "optimizer")
-    finalize_model_grads([model.ddp])
-    grad_norm = step_optimizer(model.optimizer, lr, model.world.on_cpu)
-    model.version += 1
+    finalize_model_grads(list(model.ddp))
+    stepped = False
+
+    def allows(norm: float) -> bool:
+        nonlocal stepped
+        stepped = not model.world.any_rank(not math.isfinite(norm) or (max_norm is not None and norm > max_norm))
+        return stepped
+
+    grad_norm = step_optimizer(model.optimizer, lr, model.world.on_cpu, allows)
+    model.version += stepped
     model.accumulating = False
     return grad_norm
+
+
+def bad_gradients(model: RoleModel) -> list[str]:
+    """Names of the params whose gradients, summed as far as this rank has them, are not finite. No collective."""
+    return [name for name, param in model.params().items() if not param.main_grad.isfinite().all()]

@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from torch import Tensor
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
 
 from rlhf_mc.config import Optim, Settings
 from rlhf_mc.models.heads import Sampling, TokenLogprobs, ValueHead, answer_rows, token_logprobs, token_values
@@ -18,7 +19,7 @@ from rlhf_mc.models.hf_weights import export_hf_weights, load_hf_weights, save_h
 from rlhf_mc.models.optimizer import build_optimizer, torch_optimizers, wrap_for_training
 from rlhf_mc.models.precision import DTYPES
 from rlhf_mc.models.roles import Role
-from rlhf_mc.models.transformer import Decoder, build_decoder, rotary_table
+from rlhf_mc.models.transformer import Decoder, build_chunks, rotary_table
 from rlhf_mc.models.weight_layout import Shard
 from rlhf_mc.parallel.packing import PackedMicrobatch, RotaryTable
 from rlhf_mc.parallel.world import World
@@ -30,12 +31,13 @@ Head = Literal["language", "value"]
 class Resident:
     """What takes turns on the device: the weights of one role on this rank, and what trains them. Frozen: neither `ddp` nor `optimizer`.
 
+    ddp: the gradient buckets of each chunk of layers.
     version: how often the weights were changed.  accumulating: gradients were added up, and no update has used them yet.
     """
 
     role: Role
     world: World
-    ddp: DistributedDataParallel | None = None
+    ddp: tuple[DistributedDataParallel, ...] = ()
     optimizer: MegatronOptimizer | None = None
     version: int = 0
     accumulating: bool = False
@@ -43,6 +45,20 @@ class Resident:
     def weights(self) -> Iterator[Tensor]:
         """All that a forward pass reads."""
         raise NotImplementedError
+
+    def params(self) -> dict[str, nn.Parameter]:
+        """The parameters on this rank, by names that no two of them share."""
+        raise NotImplementedError
+
+    @property
+    def buffers(self) -> list:
+        """megatron's flat buffers of params and gradients, of all chunks; none of a frozen role."""
+        return [buffer for ddp in self.ddp for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether the copies of the shard each step a part of it: the distributed optimizer. Of a trained role."""
+        return self.ddp[0].ddp_config.use_distributed_optimizer
 
     def check_present(self, *kinds: Literal["params", "gradients", "optimizer"]) -> None:
         """Raises RuntimeError where memory of these kinds was freed by offload: reading it would crash the process.
@@ -60,7 +76,7 @@ class Resident:
         if kind == "params":
             yield from self.weights()
         elif kind == "gradients":
-            yield from (buffer.grad_data for buffer in self.ddp.buffers)
+            yield from (buffer.grad_data for buffer in self.buffers)
         else:
             for optimizer in torch_optimizers(self.optimizer):
                 for group in optimizer.param_groups:
@@ -73,48 +89,64 @@ class Resident:
 class RoleModel(Resident):
     """One of the four models (or the one of supervised training) on this rank.
 
-    source: the Hugging Face directory it came from.
+    source: the Hugging Face directory it came from.  chunks: of its layers, as many as the virtual pipeline has; the first stage's
+    first chunk has the embedding, the last stage's last one the head.
     """
 
     head: Head
     source: str
     shape: ModelShape
-    decoder: Decoder
+    chunks: tuple[Decoder, ...]
     table: RotaryTable
 
     def weights(self) -> Iterator[Tensor]:
         """Parameters, buffers, and the rotary table."""
-        yield from self.decoder.parameters()
-        yield from self.decoder.buffers()
+        for chunk in self.chunks:
+            yield from chunk.parameters()
+            yield from chunk.buffers()
         yield from (self.table.cos, self.table.sin)
 
+    def params(self) -> dict[str, nn.Parameter]:
+        """By the names of models/weight_layout.py."""
+        return {name: param for chunk in self.chunks for name, param in chunk.params()}
+
     @property
-    def module(self) -> DistributedDataParallel | Decoder:
-        """What megatron's schedules take: the wrapped decoder of a trained role, the bare one of a frozen role."""
-        return self.ddp or self.decoder
+    def modules(self) -> list[DistributedDataParallel | Decoder]:
+        """What megatron's schedules take: the wrapped chunks of a trained role, the bare ones of a frozen role."""
+        return [*(self.ddp or self.chunks)]
+
+    @property
+    def config(self) -> TransformerConfig:
+        """megatron's settings of all chunks."""
+        return self.chunks[0].config
+
+    @property
+    def last_chunk(self) -> Decoder:
+        """The one that the head reads, on the last stage."""
+        return self.chunks[-1]
 
     @property
     def dtype(self) -> torch.dtype:
         """Precision of the params (a value head is in fp32 always)."""
-        return self.decoder.config.params_dtype
+        return self.config.params_dtype
 
     def head_input(self, hidden: Tensor, packed: PackedMicrobatch) -> Tensor:
         """Collective over the tensor-parallel group. What the head reads of the hidden states [T', 1, H].
 
         A language head reads the rows that answer, [n, H], whole on every tensor rank; a value head the states as they are.
         """
-        return hidden if self.head == "value" else answer_rows(self.decoder, hidden, packed)
+        return hidden if self.head == "value" else answer_rows(self.last_chunk, hidden, packed)
 
     def answers(self, head_input: Tensor, packed: PackedMicrobatch, sampling: Sampling) -> TokenLogprobs | Tensor:
         """Collective over the tensor-parallel group. What the head says at the asked rows: TokenLogprobs, or values float32[n]."""
         if self.head == "value":
-            return token_values(self.decoder, head_input, packed)
-        return token_logprobs(self.decoder, self.shape, head_input, packed, sampling)
+            return token_values(self.last_chunk, head_input, packed)
+        return token_logprobs(self.last_chunk, self.shape, head_input, packed, sampling)
 
     def export(self):
         """Collective over the model group: every rank must take every item. (Hugging Face name, whole tensor)."""
         self.check_present("params")
-        return export_hf_weights(self.decoder, self.shape, self.world, self.head == "value")
+        return export_hf_weights(self.params(), self.shape, self.world, self.head == "value")
 
     def save(self, target: str) -> None:
         """Collective over the model group. Writes a Hugging Face directory at `target`, on rank 0's copy of the model."""
@@ -125,23 +157,20 @@ def build_role(role: Role, head: Head, path: str, settings: Settings, world: Wor
     """Collective over all ranks. The role's model with the weights at `path`; trained where `optim` is given, else frozen."""
     key = f"{role.value}.path"
     shape = read_shape(path, key)
-    shape.check_layout(world.grid.tensor, world.grid.pipeline, key)
+    shape.check_layout(settings.parallel, key)
     dtype = DTYPES[settings.trainer.dtype]
     is_value = head == "value"
     recompute = "none" if optim is None else settings.trainer.recompute
-    decoder = build_decoder(shape, world.grid, dtype, world.device, shape.tied and not is_value, recompute)
+    chunks = build_chunks(shape, world.grid, dtype, world.device, shape.tied and not is_value, recompute)
+    table = rotary_table(shape, settings.longest_sequence, world.device, key)
+    model = RoleModel(role=role, head=head, source=path, shape=shape, world=world, chunks=chunks, table=table)
     if is_value and world.grid.is_last_stage:
         with world.device:
-            decoder.output_layer = ValueHead(shape.hidden, decoder.config.sequence_parallel)
-    shard = Shard.of(shape, world.grid.tensor, world.grid.tensor_rank, world.grid.pipeline, world.grid.stage, is_value)
-    load_hf_weights(decoder, shape, shard, path, key)
-    longest = settings.longest_sequence
-    table = rotary_table(shape, longest, world.device, key)
-    model = RoleModel(role=role, head=head, source=path, shape=shape, world=world, decoder=decoder, table=table)
-    if optim is None:
-        decoder.requires_grad_(False)
-    else:
-        model.ddp = wrap_for_training(decoder, settings.parallel.distributed_optimizer)
+            model.last_chunk.output_layer = ValueHead(shape.hidden, model.config.sequence_parallel)
+    load_hf_weights(model.params(), shape, Shard.of(shape, world.grid, is_value), path, key)
+    for chunk in chunks:
+        chunk.requires_grad_(optim is not None).train(optim is not None)
+    if optim is not None:
+        model.ddp = tuple(wrap_for_training(chunk, settings.parallel.distributed_optimizer) for chunk in chunks)
         model.optimizer = build_optimizer(model.ddp, optim, dtype, world.device)
-    decoder.eval() if optim is None else decoder.train()
     return model

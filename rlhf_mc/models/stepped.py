@@ -42,7 +42,7 @@ def stepped(model: Resident) -> list[Stepped]:
     """Of a trained role. Over the data-parallel ranks, the distributed optimizer's are all elements of all parameters, each once; the
     plain one's are all on each rank.
     """
-    names = {id(param): name for name, param in model.ddp.module.named_parameters()}
+    names = {id(param): name for name, param in model.params().items()}
     return [
         Stepped(names[id(param)], tuple(param.shape), start, main, part.optimizer.state[main])
         for part in megatron_parts(model.optimizer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -29,6 +31,7 @@ from rlhf_mc.parallel.packing import RotaryTable
 
 # Scalings whose frequencies are the same for every sequence; of the others, one table for all would be wrong.
 _ROPE_SCALINGS = ("linear", "llama3", "yarn")
+_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)\.")
 
 # Which activations the backward makes again (arXiv:2205.05198): of selective, those inside the attention; of full, all of a
 # layer but its input. models/activations.py says what is left.
@@ -63,6 +66,10 @@ def transformer_config(shape: ModelShape, grid: TrainingGrid, dtype: torch.dtype
         attention_dropout=0.0,
         tensor_model_parallel_size=grid.tensor,
         pipeline_model_parallel_size=grid.pipeline,
+        virtual_pipeline_model_parallel_size=grid.virtual if grid.virtual > 1 else None,
+        # Between chunks, two stages are both the next and the previous one of each other; sent in one batch, messages get mixed up.
+        overlap_p2p_comm=grid.virtual > 1,
+        batch_p2p_comm=grid.virtual == 1,
         context_parallel_size=grid.context,
         sequence_parallel=grid.tensor > 1,
         params_dtype=dtype,
@@ -131,30 +138,47 @@ def rotary_table(shape: ModelShape, num_positions: int, device: torch.device, ke
 
 
 class Decoder(GPTModel):
-    """megatron's GPTModel up to the hidden states; what is read off them is the head's business (models/heads.py)."""
+    """megatron's GPTModel, or a chunk of its layers, up to the hidden states; what is read off them is the head's business
+    (models/heads.py).
+    """
+
+    def params(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter), with layers numbered as in the whole model: no two chunks share a name."""
+        first = self.decoder.layers[0].layer_number - 1
+        for name, param in self.named_parameters():
+            yield _LAYER.sub(lambda found: f"{found[1]}{first + int(found[2])}.", name), param
 
     def _postprocess(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
         return hidden_states
 
 
-def build_decoder(
+def build_chunks(
     shape: ModelShape, grid: TrainingGrid, dtype: torch.dtype, device: torch.device, tied: bool, recompute: Recompute = "none"
-) -> Decoder:
-    """The decoder of this rank's shard on `device`, its weights not yet set. `tied`: the output layer is the embedding."""
-    spec = TransformerBlockSubmodules(layer_specs=[layer_spec(shape)] * (shape.num_layers // grid.pipeline), layer_norm=RMSNorm)
+) -> tuple[Decoder, ...]:
+    """The chunks of this rank's shard on `device`, their weights not yet set. `tied`: the output layer is the embedding.
+
+    They share one config.
+    """
+    config, num_chunks = transformer_config(shape, grid, dtype, recompute), grid.pipeline * grid.virtual
+    spec = TransformerBlockSubmodules(layer_specs=[layer_spec(shape)] * (shape.num_layers // num_chunks), layer_norm=RMSNorm)
     with device, cpu_tensors_pass_for_cuda(device.type == "cpu"):
-        decoder = Decoder(
-            config=transformer_config(shape, grid, dtype, recompute),
-            transformer_layer_spec=spec,
-            vocab_size=shape.padded_vocab(grid.tensor),
-            max_sequence_length=shape.max_positions,
-            pre_process=grid.is_first_stage,
-            post_process=grid.is_last_stage,
-            share_embeddings_and_output_weights=tied,
-            position_embedding_type="none",
+        chunks = tuple(
+            Decoder(
+                config=config,
+                transformer_layer_spec=spec,
+                vocab_size=shape.padded_vocab(grid.tensor),
+                max_sequence_length=shape.max_positions,
+                pre_process=chunk == 0,
+                post_process=chunk == num_chunks - 1,
+                share_embeddings_and_output_weights=tied,
+                position_embedding_type="none",
+                vp_stage=turn if grid.virtual > 1 else None,
+            )
+            for turn, chunk in enumerate(grid.chunks)
         )
-    _mark_split_params(decoder)
-    return decoder
+    for chunk in chunks:
+        _mark_split_params(chunk)
+    return chunks
 
 
 def _mark_split_params(decoder: Decoder) -> None:

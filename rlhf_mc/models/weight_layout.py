@@ -1,7 +1,8 @@
 """Which rows or columns of which Hugging Face tensor make up each parameter of one rank's shard. Pure; no torch.
 
 Two maps: of the trainer's shard (`pieces_of`; import, export and weight sync read it) with the names of megatron-core's
-GPTModel with local (unfused) layers, and of the engine's (`engine_pieces`; weight sync) with vLLM's names.
+GPTModel with local (unfused) layers, numbered as in the whole model; and of the engine's (`engine_pieces`; weight sync) with
+vLLM's names.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlhf_mc.models.hf_config import VOCAB_PADDING, ModelShape
+from rlhf_mc.parallel.grids import TrainingGrid
 from rlhf_mc.parallel.reshard import Piece
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -19,21 +21,21 @@ FINAL_NORM = "decoder.final_layernorm.weight"
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's place in the model: tensor rank of `tensor`, and layers `first_layer` .. `first_layer + num_layers`."""
+    """One rank's place in the model: tensor rank of `tensor`, and the numbers of its layers, of all its chunks."""
 
     tensor: int
     tensor_rank: int
-    first_layer: int
-    num_layers: int
+    layers: tuple[int, ...]
     is_first_stage: bool
     is_last_stage: bool
     value_head: bool = False
 
     @staticmethod
-    def of(shape: ModelShape, tensor: int, tensor_rank: int, pipeline: int, stage: int, value_head: bool) -> Shard:
-        """The shard of pipeline stage `stage` of `pipeline` and tensor rank `tensor_rank` of `tensor`."""
-        per_stage = shape.num_layers // pipeline
-        return Shard(tensor, tensor_rank, stage * per_stage, per_stage, stage == 0, stage == pipeline - 1, value_head)
+    def of(shape: ModelShape, grid: TrainingGrid, value_head: bool) -> Shard:
+        """The shard of the rank in the place of `grid`."""
+        size = shape.num_layers // (grid.pipeline * grid.virtual)
+        layers = tuple(chunk * size + local for chunk in grid.chunks for local in range(size))
+        return Shard(grid.tensor, grid.tensor_rank, layers, grid.is_first_stage, grid.is_last_stage, value_head)
 
 
 def hf_shapes(shape: ModelShape, value_head: bool) -> dict[str, tuple[int, ...]]:
@@ -111,8 +113,8 @@ def pieces_of(shape: ModelShape, shard: Shard) -> list[Piece]:
     pieces: list[Piece] = []
     if shard.is_first_stage:
         pieces += _vocabulary_piece(shape, shard, EMBEDDING, "model.embed_tokens.weight", True)
-    for local in range(shard.num_layers):
-        pieces += _layer_pieces(shape, shard, f"decoder.layers.{local}.", f"model.layers.{shard.first_layer + local}.")
+    for layer in shard.layers:
+        pieces += _layer_pieces(shape, shard, f"decoder.layers.{layer}.", f"model.layers.{layer}.")
     if shard.is_last_stage:
         pieces.append(Piece(FINAL_NORM, "model.norm.weight", 0, 0, 0, shape.hidden))
         if shard.value_head:

@@ -48,9 +48,7 @@ def plan_residency(settings: Settings, paths: Mapping[Role, str], world: World, 
     shared_by = neighbours(world) if offload.enabled and offload.share_host_copies else None
     sharing = shared_by.size() if shared_by else 1
     visits = planned_visits(settings, paths)
-    grid = world.grid
-    place = Place(grid.tensor, grid.pipeline, grid.stage, grid.copies, grid.copy_rank)
-    needs = host_needs(planned_bytes(settings, paths, place), visits, sharing, offload.enabled, world.on_cpu)
+    needs = host_needs(planned_bytes(settings, paths, Place.of(world.grid)), visits, sharing, offload.enabled, world.on_cpu)
     refuse_small_host(world, needs, available_host_bytes())
     budget = offload.device_budget_gib
     return Residency(

@@ -53,7 +53,7 @@ class ModelState:
         steps = pack([t for t in moments if not t.dim()], chunk_bytes, alignment=1)
         arenas = {
             Part.PARAMS: params,
-            Part.GRADS: adopt(buffer.grad_data for buffer in _ddp_buffers(model)),
+            Part.GRADS: adopt(buffer.grad_data for buffer in model.buffers),
             Part.MAIN_PARAMS: pack(main_params, chunk_bytes),
             Part.OPTIMIZER: pack([t for t in moments if t.dim()], chunk_bytes) + steps,
         }
@@ -89,8 +89,9 @@ class ModelState:
             for optimizer in megatron_parts(self.model.optimizer):
                 if not isinstance(optimizer, FP32Optimizer):  # which steps the params themselves
                     optimizer._copy_main_params_to_model_params()
-            if self.model.ddp.ddp_config.use_distributed_optimizer and self.model.world.grid.copies > 1:
-                self.model.ddp.start_param_sync(force_sync=True)
+            if self.model.shards_optimizer and self.model.world.grid.copies > 1:
+                for ddp in self.model.ddp:
+                    ddp.start_param_sync(force_sync=True)
 
     def drop_gradients(self) -> None:
         """Forgets the optimizer's views of the gradient buckets, which are about to be freed."""
@@ -131,12 +132,8 @@ def _owners(tensors: Iterator[Tensor]) -> list[Tensor]:
     return distinct
 
 
-def _ddp_buffers(model: Resident) -> list:
-    return [] if model.ddp is None else [*model.ddp.buffers, *model.ddp.expert_parallel_buffers]
-
-
 def _param_buffers(model: Resident) -> list[Tensor]:
-    return [buffer.param_data for buffer in _ddp_buffers(model) if buffer.param_data is not None]
+    return [buffer.param_data for buffer in model.buffers if buffer.param_data is not None]
 
 
 def _has_main_param(weight: Tensor) -> bool:

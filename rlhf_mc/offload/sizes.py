@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from rlhf_mc.medusa.shape import HeadsShape
 from rlhf_mc.models.hf_config import ModelShape
 from rlhf_mc.offload.layout import ALIGNMENT, packed_bytes, round_up
 from rlhf_mc.offload.minimum import RoleBytes
 from rlhf_mc.offload.parts import TRAINING, Part
+from rlhf_mc.parallel.grids import TrainingGrid
 
 _FP32 = 4
 #: megatron pads a bucket of the distributed optimizer to so many elements (256 bytes), and to the number of its ranks.
@@ -23,13 +25,19 @@ _BUCKET_MULTIPLE = 128
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's place in the training grid. copies: of its shard, over data-parallel and context ranks."""
+    """One rank's place in the training grid. copies: of its shard, over data-parallel and context ranks.  virtual: chunks of its layers."""
 
     tensor: int = 1
     pipeline: int = 1
     stage: int = 0
     copies: int = 1
     copy_rank: int = 0
+    virtual: int = 1
+
+    @staticmethod
+    def of(grid: TrainingGrid) -> Place:
+        """This rank's."""
+        return Place(grid.tensor, grid.pipeline, grid.stage, grid.copies, grid.copy_rank, grid.virtual)
 
     @property
     def is_last_stage(self) -> bool:
@@ -69,21 +77,22 @@ class Param:
     own_bucket: bool = False
 
 
-def params_of(kind: RoleKind, place: Place) -> list[Param]:
-    """The params of one rank's shard, in the order of the module."""
+def params_of(kind: RoleKind, place: Place) -> list[list[Param]]:
+    """The params of one rank's shard, chunk by chunk, in the order of the module."""
     shape, t = kind.shape, place.tensor
     shared = shape.tied and not kind.value_head and place.pipeline > 1
     vocabulary = shape.padded_vocab(t) // t * shape.hidden
-    params = [Param(vocabulary, kind.dtype_bytes, shared)] if place.stage == 0 else []
-    for _ in range(shape.num_layers // place.pipeline):
-        params += [Param(numel, kind.dtype_bytes) for numel in _layer_numels(shape, t)]
+    layer = [Param(numel, kind.dtype_bytes) for numel in _layer_numels(shape, t)]
+    chunks = [layer * (shape.num_layers // (place.pipeline * place.virtual)) for _ in range(place.virtual)]
+    if place.stage == 0:
+        chunks[0].insert(0, Param(vocabulary, kind.dtype_bytes, shared))
     if place.is_last_stage:
-        params.append(Param(shape.hidden, kind.dtype_bytes))
+        chunks[-1].append(Param(shape.hidden, kind.dtype_bytes))
         if kind.value_head:
-            params.append(Param(shape.hidden, _FP32))
+            chunks[-1].append(Param(shape.hidden, _FP32))
         elif not shape.tied or shared:
-            params.append(Param(vocabulary, kind.dtype_bytes, shared))
-    return params
+            chunks[-1].append(Param(vocabulary, kind.dtype_bytes, shared))
+    return chunks
 
 
 def heads_params_of(kind: HeadsKind, place: Place) -> list[Param]:
@@ -113,7 +122,7 @@ def _layer_numels(shape: ModelShape, tensor: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class _Buffer:
-    """A buffer of megatron's: `numel` elements with padding, of which this rank steps `stepped` (one number a param)."""
+    """Buffers of megatron's of one precision: `numel` elements with padding, of which this rank steps `stepped` (one number a param)."""
 
     numel: int
     stepped: tuple[int, ...]
@@ -151,6 +160,13 @@ def _distributed_buffer(params: Iterable[Param], place: Place) -> _Buffer:
     return _Buffer(bounds[-1][1], tuple(stepped))
 
 
+def _distributed_buffers(chunks: Sequence[Sequence[Param]], dtype_bytes: int, place: Place) -> _Buffer:
+    """The buffers of one precision of all chunks together."""
+    of_precision = ([param for param in chunk if param.dtype_bytes == dtype_bytes] for chunk in chunks)
+    buffers = [_distributed_buffer(params, place) for params in of_precision if params]
+    return _Buffer(sum(buffer.numel for buffer in buffers), tuple(n for buffer in buffers for n in buffer.stepped))
+
+
 def role_bytes(kind: RoleKind, place: Place) -> RoleBytes:
     """Bytes of every part of a role on the rank at `place`, paddings included."""
     table = [kind.num_positions * kind.shape.head_dim] * 2
@@ -159,19 +175,19 @@ def role_bytes(kind: RoleKind, place: Place) -> RoleBytes:
 
 def heads_bytes(kind: HeadsKind, place: Place) -> RoleBytes:
     """Bytes of every part of the draft heads on the rank at `place`, paddings included."""
-    return _bytes_of(heads_params_of(kind, place), [], kind, place)
+    return _bytes_of([heads_params_of(kind, place)], [], kind, place)
 
 
-def _bytes_of(params: Sequence[Param], table: list[int], kind: RoleKind | HeadsKind, place: Place) -> RoleBytes:
-    """`table`: numels of the fp32 tensors beside the params, which nothing trains."""
+def _bytes_of(chunks: Sequence[Sequence[Param]], table: list[int], kind: RoleKind | HeadsKind, place: Place) -> RoleBytes:
+    """Of params by chunk; each chunk has buffers of its own. `table`: numels of the fp32 tensors beside them, which nothing trains."""
     by_dtype: dict[int, list[int]] = {}
-    for param in params:
+    for param in chain(*chunks):
         by_dtype.setdefault(param.dtype_bytes, []).append(param.numel)
     if not kind.trained:
         by_dtype.setdefault(_FP32, []).extend(table)
         return RoleBytes(dict.fromkeys(TRAINING, 0) | {Part.PARAMS: sum(_packed(n, size, place) for size, n in by_dtype.items())})
     if kind.distributed_optimizer:
-        buffers = {size: _distributed_buffer([p for p in params if p.dtype_bytes == size], place) for size in by_dtype}
+        buffers = {size: _distributed_buffers(chunks, size, place) for size in by_dtype}
         params_bytes = {size: size * buffer.numel for size, buffer in buffers.items()}
         other = _packed(table, _FP32, place)
     else:

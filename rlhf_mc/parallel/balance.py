@@ -52,8 +52,11 @@ class _Units:
     capacity: int
 
 
-def share_out(sizes: Sequence[int], costs: Sequence[float], capacity: int, num_ranks: int) -> list[list[list[int]]]:
-    """For each rank, its bins of unit numbers, the dearest first: as many for every rank, fewer than num_ranks in all of them empty.
+def share_out(
+    sizes: Sequence[int], costs: Sequence[float], capacity: int, num_ranks: int, multiple: int = 1
+) -> list[list[list[int]]]:
+    """For each rank, its bins of unit numbers, the dearest first: as many for every rank, a multiple of `multiple`, and fewer than
+    num_ranks * multiple in all of them empty.
 
     Each unit is in one bin; no bin's sizes exceed `capacity` (no unit's may). The heaviest rank costs as little as is found;
     bins cost as much as each other as far as that allows, and so do the k-th bins of all ranks. There are as few bins as best-fit
@@ -64,8 +67,9 @@ def share_out(sizes: Sequence[int], costs: Sequence[float], capacity: int, num_r
     order = np.argsort(-whole, kind="stable")
     units = _Units(np.asarray(sizes, dtype=np.int64)[order], whole[order], capacity)
     bin_of = np.empty_like(order)
-    bin_of[order] = _dearest_first(units, _most_even(units, num_ranks), num_ranks)
-    ranks: list[list[list[int]]] = [[[] for _ in range(_bins_a_rank(bin_of, num_ranks))] for _ in range(num_ranks)]
+    bin_of[order] = _dearest_first(units, _most_even(units, num_ranks, multiple), num_ranks)
+    per_rank = _round_up(_bins_a_rank(bin_of, num_ranks), multiple)
+    ranks: list[list[list[int]]] = [[[] for _ in range(per_rank)] for _ in range(num_ranks)]
     for number, b in enumerate(bin_of.tolist()):
         ranks[b % num_ranks][b // num_ranks].append(number)
     return ranks
@@ -74,8 +78,12 @@ def share_out(sizes: Sequence[int], costs: Sequence[float], capacity: int, num_r
 # A plan is bin_of: int64[n], the bin of each unit. Bin b is the (b // num_ranks)-th of rank b % num_ranks.
 
 
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
 def _bins_a_rank(bin_of: np.ndarray, num_ranks: int) -> int:
-    return int(bin_of.max()) // num_ranks + 1  # of the last ones of all ranks, at least one is not empty
+    return int(bin_of.max()) // num_ranks + 1  # up to the last that is not empty on all ranks
 
 
 def _sums(values: np.ndarray, at: np.ndarray, num: int) -> np.ndarray:
@@ -83,11 +91,11 @@ def _sums(values: np.ndarray, at: np.ndarray, num: int) -> np.ndarray:
     return np.bincount(at, values, num).astype(np.int64)
 
 
-def _most_even(units: _Units, num_ranks: int) -> np.ndarray:
+def _most_even(units: _Units, num_ranks: int, multiple: int) -> np.ndarray:
     """The first plan that is even enough, or the most even one of those tried."""
     bound = max(int(units.costs.sum()) / num_ranks, int(units.costs[0]))
     plans = []
-    for bin_of in islice(_plans(units, num_ranks), _PLANS):
+    for bin_of in islice(_plans(units, num_ranks, multiple), _PLANS):
         heaviest = _even_out(units, bin_of, num_ranks, _EVEN * bound)
         plans.append((heaviest, len(plans), bin_of))
         if heaviest <= _EVEN_ENOUGH * bound:
@@ -95,17 +103,18 @@ def _most_even(units: _Units, num_ranks: int) -> np.ndarray:
     return min(plans)[-1]
 
 
-def _plans(units: _Units, num_ranks: int) -> Iterator[np.ndarray]:
+def _plans(units: _Units, num_ranks: int, multiple: int) -> Iterator[np.ndarray]:
     """Plans with as few bins as work, then with more, up to one for each unit."""
-    most = -(-len(units.sizes) // num_ranks)
-    per_rank = -(-_best_fit(units) // num_ranks)
+    most = _round_up(len(units.sizes), num_ranks * multiple) // num_ranks
+    per_rank = _round_up(_best_fit(units), num_ranks * multiple) // num_ranks
     while per_rank <= most:
         bin_of = _spread(units, per_rank * num_ranks)
         if bin_of is not None:
             yield _bins_to_ranks(units, bin_of, per_rank, num_ranks)
-            per_rank += 1
+            per_rank += multiple
         else:
-            per_rank = min(per_rank + 1 + per_rank // 50, most)  # with a bin for each unit, all find room
+            # With a bin for each unit, all find room.
+            per_rank = min(_round_up(per_rank + 1 + per_rank // 50, multiple), most)
 
 
 def _best_fit(units: _Units) -> int:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rlhf_mc.config import ConfigError
+from rlhf_mc.config import ConfigError, Parallel
 
 
 @dataclass(frozen=True)
 class TrainingGrid:
     """The trainer's view of the ranks: megatron-core's order, tensor fastest, then context, then data, then pipeline.
 
-    Ranks that differ in their context or data rank only hold the same shard: they are copies of each other.
+    Ranks that differ in their context or data rank only hold the same shard: they are copies of each other. Each rank holds
+    `virtual` chunks of layers: the stack goes through all pipeline stages so many times (arXiv:2104.04473, section 2.2).
     Raises ConfigError where the ranks cannot be divided.
     """
 
@@ -24,6 +25,12 @@ class TrainingGrid:
     tensor: int
     pipeline: int
     context: int = 1
+    virtual: int = 1
+
+    @staticmethod
+    def of(parallel: Parallel, world_size: int, rank: int) -> TrainingGrid:
+        """The grid that the settings ask for."""
+        return TrainingGrid(world_size, rank, parallel.tensor, parallel.pipeline, parallel.context, parallel.virtual_pipeline)
 
     def __post_init__(self) -> None:
         sizes = self.tensor, self.context, self.pipeline
@@ -69,6 +76,16 @@ class TrainingGrid:
     def stage(self) -> int:
         """Pipeline stage of this rank."""
         return self.rank // (self.tensor * self.copies)
+
+    @property
+    def chunks(self) -> list[int]:
+        """Which of the model's `pipeline` x `virtual` chunks of layers this rank holds, in the model's order."""
+        return [turn * self.pipeline + self.stage for turn in range(self.virtual)]
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """What the number of micro-batches must be a multiple of: where chunks take turns, each turn is `pipeline` micro-batches long."""
+        return self.pipeline if self.virtual > 1 else 1
 
     @property
     def is_first_stage(self) -> bool:

@@ -19,6 +19,9 @@ from rlhf_mc.config import ConfigError
 
 _TIMEOUT = timedelta(minutes=30)
 _WHILE_OTHERS_TRAIN = timedelta(days=365)
+_OVER = "over"
+# NCCL's last collectives of each rank, written to /tmp/nccl_trace_rank_N when one of them times out. The second name is torch's older one.
+_FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,21 @@ class Bridge:
     """The groups over all ranks of a job, outside of torch.distributed's world, with the job's ranks (gloo, for host tensors).
 
     control: commands and answers; its messages wait for as long as the other side may train.  weights: the weight sync, on CPU.
-    store: for communicators that are made later.
+    store: for communicators that are made later, and for the sign that the run is over.
     """
 
     job: Job
     control: dist.ProcessGroupGloo
     weights: dist.ProcessGroupGloo
     store: dist.Store
+
+    def say_over(self) -> None:
+        """The trainer has left the run at a safe point; the engines, which may be decoding, are to leave too."""
+        self.store.set(_OVER, "1")
+
+    def is_over(self) -> bool:
+        """Whether the trainer has said so. From any thread."""
+        return self.store.check([_OVER])
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
@@ -110,6 +121,9 @@ def start_distributed(job: Job, device: torch.device) -> Bridge | None:
     store: dist.Store = dist.HashStore()
     if "MASTER_ADDR" in os.environ:
         store, _, _ = next(rendezvous("env://", job.rank, job.size, timeout=_TIMEOUT))
+    if device.type == "cuda":
+        for name, value in _FLIGHT_RECORDER.items():
+            os.environ.setdefault(name, value)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     side = dist.PrefixStore("engines" if job.has_engine_only else "trainer", store)
     dist.init_process_group(backend, store=side, rank=job.rank - job.side.start, world_size=len(job.side), timeout=_TIMEOUT)

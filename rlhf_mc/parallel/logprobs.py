@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mc.parallel.logits_chunk import chunk_tokens
+from rlhf_mc.parallel.reductions import all_reduce
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,10 @@ def _combine(statistics: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group.size() == 1:
         return statistics
     top = statistics[0].clone()
-    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    all_reduce(top, op=dist.ReduceOp.MAX, group=group)
     scale = (statistics[0] - top).exp()
     sums = torch.stack((statistics[1] * scale, statistics[2] * scale, statistics[3]))
-    dist.all_reduce(sums, group=group)
+    all_reduce(sums, group=group)
     return torch.cat((top[None], sums))
 
 

@@ -88,15 +88,29 @@ class PackedBatch:
         """How many numbers the whole batch asks for."""
         return int(self.slot_offsets[-1])
 
+    def num_tokens(self, planned: PlannedMicrobatch, multiple: int) -> int:
+        """Tokens of the micro-batch with the padding that makes them a multiple of the ranks that share them."""
+        total = int(self.batch.lengths[list(planned.sequences)].sum())
+        return total + -total % multiple
+
     def pack(
-        self, planned: PlannedMicrobatch, multiple: int, table: RotaryTable, device: torch.device, context: Context = ALONE
+        self,
+        planned: PlannedMicrobatch,
+        multiple: int,
+        table: RotaryTable,
+        device: torch.device,
+        context: Context = ALONE,
+        ragged: bool = False,
     ) -> PackedMicrobatch:
-        """A rank's part of the micro-batch on `device`, on every context rank equally long, a multiple of `multiple`."""
+        """A rank's part of the micro-batch on `device`, on every context rank equally long, a multiple of `multiple`.
+
+        ragged: for the attention, see `pack_sequences`.
+        """
         index = torch.tensor(planned.sequences)
         lengths = self.batch.lengths[index]
         tokens = gather_segments(self.batch.tokens, self.batch.lengths, index)
         asked = self._asked_of(index, tokens)
-        padding = -tokens.numel() % (multiple * context.size)
+        padding = self.num_tokens(planned, multiple * context.size) - tokens.numel()
         if padding:
             tokens = torch.cat([tokens, tokens.new_zeros(padding)])
             lengths = torch.cat([lengths, lengths.new_tensor([padding])])
@@ -104,7 +118,7 @@ class PackedBatch:
         mine, rows = cut.on_rank(asked.rows, context.rank)
         return PackedMicrobatch(
             tokens=tokens[cut.held[context.rank]].to(device),
-            sequences=pack_sequences(cut, table.cos, table.sin, device, context),
+            sequences=pack_sequences(cut, table.cos, table.sin, device, context, ragged),
             rows=rows.to(device),
             targets=asked.targets[mine].to(device),
             answer_numbers=asked.answer_numbers[mine].to(device),

@@ -19,6 +19,7 @@ from rlhf_mc.parallel.context import Context
 from rlhf_mc.parallel.grids import TrainingGrid
 from rlhf_mc.parallel.job import Bridge, Job, choose_device, start_distributed
 from rlhf_mc.parallel.megatron_cpu import show_cpu_to_megatron
+from rlhf_mc.parallel.reductions import all_reduce, reduce_in_rank_order, show_reductions_to_megatron
 
 Given = TypeVar("Given")
 
@@ -27,8 +28,9 @@ Given = TypeVar("Given")
 class World:
     """This rank's place: its device, the training grid, and the groups that collectives take.
 
-    everyone: all ranks, for tensors on the host (gloo).  tensor_group, model_group, copies_group: for tensors on the device;
-    model_group is the ranks that hold one copy of the model, copies_group those that hold this rank's shard in each copy.
+    everyone: all ranks, for tensors on the host (gloo).  The other groups: for tensors on the device. stage_group is the ranks that this
+    rank shares its layers' stack with, stage by stage, model_group those that hold one copy of the model, copies_group those that
+    hold this rank's shard in each copy.
     context: the ranks that share this rank's sequences.
     """
 
@@ -38,6 +40,7 @@ class World:
     grid: TrainingGrid
     everyone: dist.ProcessGroup
     tensor_group: dist.ProcessGroup
+    stage_group: dist.ProcessGroup
     model_group: dist.ProcessGroup
     copies_group: dist.ProcessGroup
     context: Context
@@ -47,11 +50,24 @@ class World:
         """Whether the ranks' devices are CPU cores."""
         return self.device.type == "cpu"
 
+    def show_itself_to_megatron(self) -> None:
+        """megatron's modules see this world's device and sums. Again after megatron may have imported more of itself; idempotent."""
+        if self.on_cpu:
+            show_cpu_to_megatron()
+        show_reductions_to_megatron()
+
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Collective over all ranks. Sum of a host tensor of any shape, the same bits on every rank."""
         if self.size > 1:
-            dist.all_reduce(values, group=self.everyone)
+            all_reduce(values, group=self.everyone)
         return values
+
+    def any_rank(self, mine: bool) -> bool:
+        """Collective over all ranks. Whether it is so on any of them; one byte a rank."""
+        flag = torch.tensor([mine], dtype=torch.uint8)
+        if self.size > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.everyone)
+        return bool(flag)
 
     def from_everyone(self, mine: Given) -> list[Given]:
         """Collective over all ranks. What each rank gives, by rank; objects, by pickle."""
@@ -88,34 +104,38 @@ def join_world(settings: Settings) -> World:
 def join_job(settings: Settings, job: Job) -> tuple[World, Bridge | None]:
     """Collective over all ranks of the job, of which this is one that trains. The world of those that train, and the bridge if any."""
     device = choose_device(settings.trainer.device, job.local_rank)
-    parallel = settings.parallel
-    grid = TrainingGrid(job.num_trainers, job.rank, parallel.tensor, parallel.pipeline, parallel.context)
+    grid = TrainingGrid.of(settings.parallel, job.num_trainers, job.rank)
     bridge = start_distributed(job, device)
+    reduce_in_rank_order(settings.trainer.deterministic)
     return build_world(grid, device, settings.trainer.seed), bridge
 
 
 def build_world(grid: TrainingGrid, device: torch.device, seed: int) -> World:
     """Collective over all ranks, which must be in torch.distributed already. Makes megatron's groups for `grid`."""
     if device.type == "cpu":
-        show_cpu_to_megatron()
+        show_cpu_to_megatron()  # asked for devices while it makes its groups
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=grid.tensor,
         pipeline_model_parallel_size=grid.pipeline,
+        virtual_pipeline_model_parallel_size=grid.virtual if grid.virtual > 1 else None,
         context_parallel_size=grid.context,
         create_gloo_process_groups=False,
     )
     seed_everything(seed)
-    return World(
+    world = World(
         rank=grid.rank,
         size=grid.world_size,
         device=device,
         grid=grid,
         everyone=dist.group.WORLD,
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        stage_group=parallel_state.get_pipeline_model_parallel_group(),
         model_group=parallel_state.get_model_parallel_group(),
         copies_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         context=Context(grid.context, grid.context_rank, parallel_state.get_context_parallel_group()),
     )
+    world.show_itself_to_megatron()
+    return world
 
 
 def leave_world() -> None:

@@ -110,6 +110,12 @@ class ResponseLengths:
         for group, first in firsts.items():
             self._of_prompt[tuple(rollout.prompt(first))] = float(means[group])
 
+    def copy(self) -> ResponseLengths:
+        """What is remembered now; it stays so."""
+        copied = ResponseLengths()
+        copied._of_prompt, copied._mean = dict(self._of_prompt), self._mean
+        return copied
+
     def state(self) -> dict[str, Any]:
         """All that is remembered, as JSON has it."""
         return {"mean": self._mean, "of_prompt": [[list(tokens), length] for tokens, length in self._of_prompt.items()]}

@@ -11,17 +11,19 @@ from rlhf_mc.pipeline.engine import Engine
 from rlhf_mc.pipeline.generation import Decoding
 
 if TYPE_CHECKING:
-    from rlhf_mc.tracking import Trace
+    from rlhf_mc.tracking import StageClock, Trace
 
 
 class EngineServer:
     """One rank of a separate engine. grid: the engines' ranks.  reshard: the way of the weights, on the job's ranks.
 
-    trace: gets the engine's steps; an iteration of it begins with each sync.
+    clock: has each command as a stage.  trace: gets the engine's steps; an iteration of it begins with each sync.
     """
 
-    def __init__(self, engine: Engine, grid: RolloutGrid, reshard: Reshard, control: Control, trace: Trace) -> None:
-        self._engine, self._grid, self._reshard, self._control, self._trace = engine, grid, reshard, control, trace
+    def __init__(
+        self, engine: Engine, grid: RolloutGrid, reshard: Reshard, control: Control, clock: StageClock, trace: Trace
+    ) -> None:
+        self._engine, self._grid, self._reshard, self._control, self._clock, self._trace = engine, grid, reshard, control, clock, trace
 
     def serve(self) -> None:
         """Says that the engine is ready, then obeys until the command to stop.
@@ -35,12 +37,14 @@ class EngineServer:
     def _obey(self, command: Command) -> None:
         if isinstance(command, TakeWeights):
             self._trace.begin_iteration()
-            with self._trace.span("take weights"), self._engine.weight_update(command.version) as update:
+            with self._clock.stage("take weights"), self._engine.weight_update(command.version) as update:
                 self._reshard.run({}, update)
         elif isinstance(command, ComputeLogprobs):
-            self._answer(self._engine.logprobs(command.token_ids, version=command.version)).wait()
+            with self._clock.stage("log-probs"):
+                self._answer(self._engine.logprobs(command.token_ids, version=command.version)).wait()
         elif isinstance(command, Generate):
-            self._generate(command)
+            with self._clock.stage("generate"):
+                self._generate(command)
         else:
             raise TypeError(f"no command: {command!r}")
 
@@ -50,6 +54,7 @@ class EngineServer:
         sending = Sending((), (), ())
         while not decoding.done:
             finished = decoding.advance(command.steps)
+            self._clock.progress()
             if finished and self._speaks:
                 sending.wait()
                 sending = self._answer(Progress(finished))

@@ -70,7 +70,7 @@ def _held(shape: ModelShape, heads: HeadsShape | None, grid: TrainingGrid, ranks
 
 
 def _held_at(shape: ModelShape, heads: HeadsShape | None, place: TrainingGrid) -> list[Piece]:
-    pieces = pieces_of(shape, Shard.of(shape, place.tensor, place.tensor_rank, place.pipeline, place.stage, value_head=False))
+    pieces = pieces_of(shape, Shard.of(shape, place, value_head=False))
     if heads is not None and place.is_last_stage:
         pieces += medusa.trainer_pieces(heads, shape.padded_vocab(place.tensor), place.tensor, place.tensor_rank)
     return pieces

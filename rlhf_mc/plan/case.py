@@ -110,12 +110,17 @@ class Case:
     @property
     def chunks(self) -> int:
         """Chunks of layers on each pipeline rank."""
-        return 1
+        return self.settings.parallel.virtual_pipeline
 
     @property
     def dtype_bytes(self) -> int:
         """Bytes of a parameter or activation."""
         return self.settings.trainer.dtype_bytes
+
+    @property
+    def has_ragged_kernel(self) -> bool:
+        """Whether attention pads nothing and takes no masks (parallel/attention_calls.py, has_ragged_kernel)."""
+        return self.machine.device is not None and self.settings.trainer.dtype == "bf16"
 
     @cached_property
     def heads(self) -> HeadsShape | None:
@@ -129,7 +134,7 @@ class Case:
     def states(self, pipeline_stage: int) -> dict[Role, RoleBytes]:
         """Bytes of each role on one rank of a pipeline stage: the first copy's, whose share of the optimizer is as large as any."""
         parallel = self.settings.parallel
-        place = Place(tensor=parallel.tensor, pipeline=parallel.pipeline, stage=pipeline_stage, copies=self.copies)
+        place = Place(parallel.tensor, parallel.pipeline, pipeline_stage, self.copies, virtual=parallel.virtual_pipeline)
         key = place, parallel.distributed_optimizer
         if key not in self.sizes:
             self.sizes[key] = planned_bytes(self.settings, role_paths(self.settings), place)
@@ -176,8 +181,11 @@ class Case:
         answers = max(1, tokens // work.longest) if last_only else round(tokens * share)
         multiple = self.settings.parallel.tensor * context
         tokens = -(-tokens // multiple) * multiple
+        longest = min(work.longest, tokens)
+        if self.has_ragged_kernel:
+            return Tokens.end_to_end(tokens, longest, answers, context)
         window = self.shapes[stage.role].sliding_window
-        return Tokens.even(tokens, min(work.longest, tokens), answers, context, 1.0 if alone else self.assumed.padding, window)
+        return Tokens.even(tokens, longest, answers, context, 1.0 if alone else self.assumed.padding, window)
 
     def layers(self, stage: Stage, pipeline_stage: int) -> Layers:
         """What decides the activations of the stage's role on a rank; of one chunk, where it has several."""
@@ -192,7 +200,7 @@ class Case:
             dtype_bytes=self.dtype_bytes,
             recompute=self.settings.trainer.recompute if stage.kind == "train" else "none",
             banned=self.settings.rollout.min_tokens > 0,
-            expands_keys=self.machine.device is not None and shape.num_kv_heads < shape.num_heads,
+            expands_keys=self.machine.device is not None and not self.has_ragged_kernel and shape.num_kv_heads < shape.num_heads,
         )
 
     def resident(self) -> set[tuple[Role, Part]]:

@@ -28,7 +28,7 @@ class Plan:
     def of(case: Case) -> Plan:
         """All of it. Raises ConfigError where the models cannot be split as asked."""
         for role, shape in case.shapes.items():
-            shape.check_layout(case.settings.parallel.tensor, case.settings.parallel.pipeline, f"{role.value}.path")
+            shape.check_layout(case.settings.parallel, f"{role.value}.path")
         times = None if case.machine.device is None else predicted_times(case)
         return Plan(case, all_device_memory(case), host_memory(case), moved(case), times)
 

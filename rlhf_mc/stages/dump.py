@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch.distributed as dist
 
 from rlhf_mc.batch import Experience
 from rlhf_mc.rollout_files import Header, RolloutWriteError, conditions, write_rollout
 from rlhf_mc.stages.start import Run
+
+_BAD_BATCHES = 10
 
 
 def dump(run: Run, experience: Experience, iteration: int) -> None:
@@ -26,6 +30,24 @@ def dump(run: Run, experience: Experience, iteration: int) -> None:
                 write_rollout(path, header, experience, run.tokenizer.decode)
 
         run.dump_writer.submit(write)
+
+
+def keep_bad_batch(run: Run, experience: Experience, iteration: int) -> str:
+    """No collective. Rank 0 writes the experience that an update was skipped for, once an iteration, the first ten of them.
+
+    Where it is, or why there is none: what cannot be written is no reason to stop.
+    """
+    path = Path(run.settings.trainer.output_dir, "bad_updates", run.settings.dump_file(iteration).name)
+    if run.world.rank != 0 or path.exists():
+        return str(path)
+    if path.parent.is_dir() and len(list(path.parent.iterdir())) >= _BAD_BATCHES:
+        return f"no file, for there are {_BAD_BATCHES} in {path.parent}"
+    header = Header(iteration, len(experience), run.kl.coef, conditions(run.settings))
+    try:
+        write_rollout(path, header, experience, run.tokenizer.decode)
+    except RolloutWriteError as error:
+        return f"no file: {error}"
+    return str(path)
 
 
 def finish_dump(run: Run) -> None:

@@ -45,6 +45,7 @@ def greedy_rollout(run: Run, prompts: PromptBatch, iteration: int) -> RolloutBat
     completions: dict[int, Completion] = {}
     while not generation.done:
         completions |= generation.advance()
+        run.safe_point()
     run.sampler.sleep()
     return assemble_rollout(prompts, 1, completions)
 

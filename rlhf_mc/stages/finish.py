@@ -37,6 +37,7 @@ def finish(run: Run, before: dict[str, float], after: dict[str, float]) -> None:
     run.tracker.before_and_after("Held-out prompts, greedy" + (", and drafts" if run.drafting.summary() else ""), rows)
     peak = run.world.sum_over_ranks(torch.tensor([run.clock.host_peak_gib], dtype=torch.float64)).item()
     run.tracker.say(f"peak of host memory: {peak:.2f} GiB (resident, the peaks of all {run.world.size} ranks added)")
+    run.tracker.goodput()
     models = "actor/ and critic/ (Hugging Face), " if settings.trainer.trains else ""
     models += "medusa/ (vLLM), " if models and run.drafter is not None else ""
     rollouts = "rollouts/, " if settings.dumps else ""

@@ -22,6 +22,7 @@ def heads(settings: Settings) -> None:
     job = take_place(settings)  # before megatron-core, which an engine's rank does without
 
     from rlhf_mc.stages.draft_heads import finish_heads
+    from rlhf_mc.stages.leave import leaves_when_asked
     from rlhf_mc.stages.make_experience import make_samples
     from rlhf_mc.stages.metrics import run_metrics
     from rlhf_mc.stages.start import start_ppo
@@ -29,7 +30,7 @@ def heads(settings: Settings) -> None:
     from rlhf_mc.stages.train import train_heads_alone
     from rlhf_mc.tracking import sampling_metrics
 
-    with start_ppo(settings, job) as run:
+    with start_ppo(settings, job) as run, leaves_when_asked(run):
         learned: list[dict[str, float]] = []
         for iteration in range(settings.trainer.iterations):
             metrics = sync_weights(run)
@@ -37,6 +38,7 @@ def heads(settings: Settings) -> None:
             learned.append(train_heads_alone(run, iteration))
             metrics |= learned[-1] | sampling_metrics(rollout, logprobs) | run_metrics(run, rollout)
             run.tracker.log(iteration, metrics)
+            run.done = iteration + 1
         finish_heads(run, learned)
 
 

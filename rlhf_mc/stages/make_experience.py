@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -132,6 +133,7 @@ class Making:
                 finished = self._generation.advance()
                 self._completions |= finished
                 self._chunks += self._chunker.add(finished)
+                self._run.safe_point()
             self._spent("generate", start)
 
     def submit(self, chunks: Sequence[int]) -> None:
@@ -158,6 +160,7 @@ class Making:
                 start = self._spent("load/" + role, start)
                 numbers = score_on_device(run, member, part, self._hand_over(member, chunks))
                 self._spent("score/" + role, start)
+        run.safe_point()
         sizes = [1] * len(part) if asked_of(member) == "last" else part.response_lengths.tolist()
         self._numbers[member] |= zip(self._samples_of(chunks), numbers.split(sizes), strict=True)
 
@@ -251,7 +254,9 @@ def assemble_experience(
     loss_mask = mixed.loss_mask.repeat_interleave(lengths)
     if algorithm.whiten_advantages:
         advantages = whiten(advantages, loss_mask)
-    run.kl = run.kl.after(mean_sequence_kl(old_logprobs, ref_logprobs, lengths), len(rollout))
+    divergence = mean_sequence_kl(old_logprobs, ref_logprobs, lengths)
+    if math.isfinite(divergence):  # else the guard skips the update, and the coefficient stays
+        run.kl = run.kl.after(divergence, len(rollout))
     return Experience(
         rollout=rollout,
         old_logprobs=old_logprobs,

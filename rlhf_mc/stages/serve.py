@@ -14,12 +14,13 @@ from rlhf_mc.models.precision import DTYPES
 from rlhf_mc.parallel.exchange import Reshard
 from rlhf_mc.parallel.grids import RolloutGrid, TrainingGrid
 from rlhf_mc.parallel.job import Job, choose_device, start_distributed
-from rlhf_mc.pipeline.control import Control
+from rlhf_mc.pipeline.control import BridgeError, Control
 from rlhf_mc.pipeline.engine import Engine, stop_token_ids
 from rlhf_mc.pipeline.nccl_wire import wire_over
 from rlhf_mc.pipeline.server import EngineServer
 from rlhf_mc.pipeline.weight_sync import plan_sync_apart
-from rlhf_mc.tracking import Trace
+from rlhf_mc.reliability import Stopped, StopRequest, Watchdog
+from rlhf_mc.tracking import StageClock, Trace
 
 
 def take_place(settings: Settings) -> Job:
@@ -39,17 +40,24 @@ def serve(settings: Settings, job: Job) -> None:
     stops = stop_token_ids(actor, load_tokenizer(actor, trainer.trust_remote_code).eos_token_id)
     device = choose_device(trainer.device, job.local_rank)
     bridge = start_distributed(job, device)
+    StopRequest(bridge.is_over).listen()
     grid = RolloutGrid.apart(job.num_engines, job.rank - job.num_trainers, rollout.tensor_parallel)
-    parallel = settings.parallel
-    training = TrainingGrid(job.num_trainers, 0, parallel.tensor, parallel.pipeline, parallel.context)
+    training = TrainingGrid.of(settings.parallel, job.num_trainers, 0)
     shape = read_shape(actor, "actor.path")
     heads = HeadsShape.if_enabled(settings.medusa, shape)
     plan = plan_sync_apart(shape, training, grid, dtype.itemsize, heads)
     reshard = Reshard(plan, wire_over(bridge, device), device, dtype)
     engine = Engine(actor, rollout, trainer.dtype, grid, trainer.seed, settings.data.max_prompt_tokens, stops, heads)
     trace = Trace(trainer.trace_iterations)
+    clock = StageClock(device, trace)
+    stacks = Path(trainer.output_dir, "stacks", f"rank{job.rank:05d}.txt")
     try:
-        EngineServer(engine, grid, reshard, Control(bridge), trace).serve()
+        with Watchdog(settings.watchdog, job.rank, clock.waiting, trace.last, stacks, waits_between=True):
+            EngineServer(engine, grid, reshard, Control(bridge), clock, trace).serve()
+    except BridgeError as error:
+        if bridge.is_over():
+            raise Stopped from error
+        raise
     finally:
         trace.write(Path(trainer.output_dir, "trace", f"rank{job.rank}.json"), job.rank)
     engine.close()  # after an error the process ends without it: an engine whose peers are gone may hang

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -35,6 +36,7 @@ from rlhf_mc.pipeline.nccl_wire import wire_over
 from rlhf_mc.pipeline.sampler import ColocatedSampler, Sampler, SeparateSampler
 from rlhf_mc.pipeline.schedule import Costs
 from rlhf_mc.pipeline.weight_sync import plan_sync_apart, plan_weight_sync, probe_sequence
+from rlhf_mc.reliability import Guard, StopAsked, StopRequest, Watchdog
 from rlhf_mc.rewards.pool import RewardPool
 from rlhf_mc.rollout_files import BackgroundWriter, check_replay
 from rlhf_mc.stages.draft_heads import build_heads
@@ -57,6 +59,22 @@ class Sources:
             tracker.say(f"data.validation: {self.validation.report}")
 
 
+@dataclass(frozen=True)
+class Boundary:
+    """What a run is after an iteration, beside its weights, which do not change before the next update. lengths: a copy.
+
+    drafting: its state.  generators: the random generators of this rank.
+    """
+
+    weight_version: int
+    kl_coef: float
+    lengths: ResponseLengths
+    drafting: dict[str, Any]
+    costs: Costs | None
+    generators: dict[str, Any]
+    metrics: dict[str, float]
+
+
 @dataclass
 class Run:
     """One run on this rank. What changes from iteration to iteration: all from kl on, and what the models hold.
@@ -69,7 +87,10 @@ class Run:
     sampling: how the engine draws tokens, for the trainer's log-probs.  weight_version: updates of the actor or its heads so far.
     probe_seconds: what the trainer's pass over the probe took.  costs: what making the last experience took.
     lengths: of earlier responses.  loads: what each replica did in the last rollout.  hidden: what the heads train on next.
-    saving: the checkpoint that is being written.
+    bridge: to engines on ranks of their own.  stop: whether this rank was asked to stop.
+    guard: counts the updates that were skipped.
+    done: iterations that are done.  boundary: what the run was after them, but for its weights.  updated: these are another iteration's.
+    saving: the checkpoint that is being written.  saved: iterations that the newest one, written or begun, has.
     """
 
     settings: Settings
@@ -90,6 +111,9 @@ class Run:
     origin: Origin
     identity: dict[str, str]
     drafting: Drafting
+    bridge: Bridge | None
+    stop: StopRequest
+    guard: Guard
     kl: KLController
     before: dict[str, float] = field(default_factory=dict)
     weight_version: int = 0
@@ -98,7 +122,11 @@ class Run:
     lengths: ResponseLengths = field(default_factory=ResponseLengths)
     loads: list[ReplicaLoad] = field(default_factory=list)
     hidden: HiddenStates | None = None
+    done: int = 0
+    updated: bool = False
+    boundary: Boundary | None = None
     saving: Saving | None = None
+    saved: int = 0
 
     @property
     def actor(self) -> RoleModel:
@@ -114,6 +142,15 @@ class Run:
     def trains_heads(self) -> bool:
         """Whether the draft heads learn from each rollout."""
         return self.drafter is not None and self.drafter.optimizer is not None
+
+    def safe_point(self) -> None:
+        """Collective over all ranks. Here the run may be left, unless an update was made since the last boundary.
+
+        Raises StopAsked on every rank where any was asked to stop.
+        """
+        self.clock.progress()
+        if not self.updated and self.world.any_rank(self.stop.asked):
+            raise StopAsked
 
     def device_for_sampler(self) -> AbstractContextManager[None]:
         """Inside, an engine that shares this rank's device has it for itself."""
@@ -161,7 +198,7 @@ def check_models(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> None
         check_heads(settings.medusa.path, settings.medusa, actor)
     for role, path in role_paths(settings).items():
         key = f"{role.value}.path"
-        read_shape(path, key).check_layout(settings.parallel.tensor, settings.parallel.pipeline, key)
+        read_shape(path, key).check_layout(settings.parallel, key)
         if path != settings.actor.path:
             other = load_tokenizer(path, settings.trainer.trust_remote_code)
             check_same_vocabulary(tokenizer, other, "actor.path", key)
@@ -268,6 +305,8 @@ def start_ppo(settings: Settings, job: Job) -> Iterator[Run]:
         functions = reward.functions if trainer.makes_experience else []
         pool = stack.enter_context(RewardPool(functions, reward.num_workers, reward.timeout_seconds, reward.max_error_rate, trace))
         world, bridge = join_job(settings, job)
+        stop = StopRequest()
+        stop.listen()
         if trainer.generates and bridge is None:
             check_memory(rollout, RolloutGrid(world.grid, rollout.tensor_parallel))
         origin, hashes = _find_origin(settings, world)
@@ -282,13 +321,16 @@ def start_ppo(settings: Settings, job: Job) -> Iterator[Run]:
             tracker.say("engine: starting vLLM")
             sampler = stack.enter_context(_build_sampler(settings, roles[Role.ACTOR], bridge, sources, stops, trace))
             tracker.say(f"weight sync: {sampler.plan.explanation()}")
+        clock = StageClock(world.device, trace)
+        stacks = Path(trainer.output_dir, "stacks", f"rank{world.rank:05d}.txt")
+        stack.enter_context(Watchdog(settings.watchdog, world.rank, clock.waiting, trace.last, stacks, tracker.beat))
         # Closed first: after a failure, torchrun ends this rank soon, and an engine may hang.
         stack.callback(trace.write, Path(trainer.output_dir, "trace", f"rank{world.rank}.json"), world.rank)
         yield Run(
             settings=settings,
             world=world,
             tracker=tracker,
-            clock=StageClock(world.device, trace),
+            clock=clock,
             trace=trace,
             tokenizer=tokenizer,
             sources=sources,
@@ -302,6 +344,11 @@ def start_ppo(settings: Settings, job: Job) -> Iterator[Run]:
             drafter=drafter,
             origin=origin,
             identity=hashes,
+            bridge=bridge,
+            stop=stop,
+            guard=Guard(settings.guard),
+            done=origin.iteration,
+            saved=origin.iteration,
             drafting=Drafting(settings.medusa.num_heads if drafter is not None else 0, settings.medusa.drafted_tokens),
             kl=KLController.from_settings(settings.algorithm.kl),
         )

@@ -21,6 +21,7 @@ from rlhf_mc.models.passes import accumulate_gradients, score, update, zero_grad
 from rlhf_mc.models.role import Role, RoleModel, build_role
 from rlhf_mc.parallel.packing import Asked
 from rlhf_mc.parallel.world import World, join_world
+from rlhf_mc.reliability import Guard, fault_of_norm
 from rlhf_mc.stages.draft_heads import SupervisedHeads, build_heads
 from rlhf_mc.tracking import Comparison, StageClock, Tracker
 
@@ -67,7 +68,7 @@ def _check_model(settings: Settings) -> None:
     """Raises ConfigError for a model that cannot be split as asked, or heads that are not its own. Reads no weights; no collective."""
     section, medusa, key = settings.supervised, settings.medusa, "supervised.path"
     shape = read_shape(section.path, key)
-    shape.check_layout(settings.parallel.tensor, settings.parallel.pipeline, key)
+    shape.check_layout(settings.parallel, key)
     if medusa.enabled and medusa.path:
         check_heads(medusa.path, medusa, shape)
 
@@ -89,11 +90,12 @@ def fit(settings: Settings, objective: Objective) -> None:
         learner = build_learner(settings, objective, world, total, tracker.say)
         held_out = held_out.all() if held_out else None
         before = learner.measure(held_out)
-        clock = StageClock(world.device)
+        clock, guard = StageClock(world.device), Guard(settings.guard)
         for step in range(total):
             batch = source.batch(step)
             with clock.stage("update"):
                 metrics = learner.take_step(batch, step)
+            guard.judged("the model", fault_of_step(metrics, settings))
             if section.evaluate_every and (step + 1) % section.evaluate_every == 0:
                 with clock.stage("evaluate"):
                     metrics |= learner.measure(held_out)
@@ -104,6 +106,12 @@ def fit(settings: Settings, objective: Objective) -> None:
             rows = [Comparison(name.removeprefix("val/"), before[name], after[name]) for name in before]
             tracker.before_and_after(f"{len(held_out)} held-out sequences", rows)
         tracker.say(saved)
+
+
+def fault_of_step(metrics: dict[str, float], settings: Settings) -> str | None:
+    """Why the model, or its draft heads, were not stepped, by the gradient norms; None: they were."""
+    of_model = fault_of_norm(metrics.get("train/grad_norm", 0.0), settings.guard.max_grad_norm)
+    return of_model or fault_of_norm(metrics.get("train/medusa/grad_norm", 0.0))
 
 
 def build_learner(settings: Settings, objective: Objective, world: World, total: int, say: Callable[[str], None]) -> Learner:
@@ -145,7 +153,7 @@ class Learner:
         zero_gradients(model)
         sums = accumulate_gradients(model, batch, self.objective.asked, section.micro_batch, loss, together=together, beside=beside)
         lr = lr_at(step, self.total, section.optim)
-        metrics = {name: sums[name] / count for name in loss.names} | {"grad_norm": update(model, lr), "lr": lr}
+        metrics = {name: sums[name] / count for name in loss.names} | {"grad_norm": update(model, lr, self.settings.guard.max_grad_norm), "lr": lr}
         return metrics | (self.heads.update_beside(sums, step) if self.heads else {})
 
     def measure(self, held_out: SequenceBatch | None) -> dict[str, float]:

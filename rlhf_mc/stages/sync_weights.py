@@ -49,10 +49,10 @@ def sync_weights(run: Run) -> dict[str, float]:
 def weights(run: Run) -> dict[str, Tensor]:
     """This rank's shard of all that the engines take, by the trainer's names. Raises RuntimeError where it is not on the device."""
     run.actor.check_present("params")
-    params = dict(run.actor.decoder.named_parameters())
+    params = run.actor.params()
     if run.drafter is not None:
         run.drafter.check_present("params")
-        params |= run.drafter.heads.named_parameters()
+        params |= run.drafter.params()
     return params
 
 

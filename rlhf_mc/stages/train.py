@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy
@@ -13,10 +14,12 @@ from rlhf_mc.batch import Experience, TrainingSlice
 from rlhf_mc.config import Actor, Critic
 from rlhf_mc.medusa.training import train_heads
 from rlhf_mc.models.loss import Loss, LossSum
-from rlhf_mc.models.passes import accumulate_gradients, update, zero_gradients
+from rlhf_mc.models.passes import accumulate_gradients, bad_gradients, update, zero_gradients
 from rlhf_mc.models.role import Role, RoleModel
 from rlhf_mc.offload import TRAINING, Part, Visit
+from rlhf_mc.reliability import fault_of_experience, fault_of_norm, fault_of_sums
 from rlhf_mc.stages.checkpoint import finish_checkpoint
+from rlhf_mc.stages.dump import keep_bad_batch
 from rlhf_mc.stages.start import Run
 
 POLICY_STATS = ("pg_loss", "ppo_kl", "ratio", "pg_clipfrac", "pg_clipfrac_lower", "ratio_clipped_low", "ratio_clipped_high", "entropy")
@@ -49,12 +52,16 @@ def _learning_rate(run: Run, section: Actor | Critic, step: int) -> float:
 
 def train(run: Run, experience: Experience, iteration: int) -> dict[str, float]:
     """Collective over all ranks. Critic, then actor (which rests while the critic warms up), then its draft heads; metrics of all."""
+    run.safe_point()  # the last one of the iteration: an update that was begun is finished
     finish_checkpoint(run)
+    run.updated = True
+    if skipped(run, "all models", fault_of_experience(experience, run.guard.bounds), experience, iteration):
+        return run.guard.metrics()
     with run.clock.stage("update_critic"), run.residency.on_device(Role.CRITIC, TRAINING):
         metrics = train_critic(run, experience, iteration)
     rests = iteration < run.settings.critic.warmup_iterations
     if rests and not run.trains_heads:
-        return metrics
+        return metrics | run.guard.metrics()
     heads = Visit(Role.MEDUSA, TRAINING) if run.trains_heads else None
     with run.residency.on_device(Role.ACTOR, Part.PARAMS if rests else TRAINING, beside=heads):
         if not rests:
@@ -63,7 +70,7 @@ def train(run: Run, experience: Experience, iteration: int) -> dict[str, float]:
         if run.trains_heads:
             metrics |= train_draft_heads(run, iteration)
     run.weight_version += 1
-    return metrics
+    return metrics | run.guard.metrics()
 
 
 def train_heads_alone(run: Run, iteration: int) -> dict[str, float]:
@@ -79,6 +86,7 @@ def train_draft_heads(run: Run, iteration: int) -> dict[str, float]:
     with run.clock.stage("update_heads"):
         metrics = train_heads(run.drafter, run.actor, run.hidden, run.settings, iteration)
     run.hidden.clear()
+    run.guard.judged("the draft heads", fault_of_norm(metrics["medusa/grad_norm"]))
     return metrics
 
 
@@ -90,8 +98,10 @@ def train_critic(run: Run, experience: Experience, iteration: int) -> dict[str, 
         zero_gradients(run.critic)
         loss = critic_loss(mini_batch, section, run.critic)
         sums = accumulate_gradients(run.critic, mini_batch.sequences, "predicted", section.micro_batch, loss)
-        lr = _learning_rate(run, section, step)
-        meter.add(sums, mini_batch.num_trained_tokens, grad_norm=update(run.critic, lr), lr=lr)
+        lr, count = _learning_rate(run, section, step), mini_batch.num_trained_tokens
+        grad_norm, fault = guarded_update(run, run.critic, lr, sums, count)
+        if not skipped(run, "the critic", fault, experience, iteration):
+            meter.add(sums, count, grad_norm=grad_norm, lr=lr)
     return meter.means()
 
 
@@ -104,9 +114,43 @@ def train_actor(run: Run, experience: Experience, iteration: int) -> dict[str, f
         loss = actor_loss(run, mini_batch)
         sums = accumulate_gradients(run.actor, mini_batch.sequences, "predicted", section.micro_batch, loss, run.sampling)
         extra = accumulate_ptx(run, step) if run.sources.ptx else {}
-        lr = _learning_rate(run, section, step)
-        meter.add(sums, mini_batch.num_trained_tokens, grad_norm=update(run.actor, lr), lr=lr, **extra)
+        lr, count = _learning_rate(run, section, step), mini_batch.num_trained_tokens
+        grad_norm, fault = guarded_update(run, run.actor, lr, sums | extra, count)
+        if not skipped(run, "the actor", fault, experience, iteration):
+            meter.add(sums, count, grad_norm=grad_norm, lr=lr, **extra)
     return meter.means()
+
+
+def guarded_update(run: Run, model: RoleModel, lr: float, sums: dict[str, float], num_tokens: int) -> tuple[float, str | None]:
+    """Collective over all ranks. An update with the gradients that are there: their norm; and what was wrong, for which there was none.
+
+    sums: of the loss, over `num_tokens`.
+    """
+    bounds = run.guard.bounds
+    fault = fault_of_sums(sums, num_tokens, bounds)
+    if fault is not None:
+        zero_gradients(model)
+        return math.nan, fault
+    grad_norm = update(model, lr, bounds.max_grad_norm)
+    fault = fault_of_norm(grad_norm, bounds.max_grad_norm)
+    if fault is not None:
+        found = run.world.from_everyone(bad_gradients(model))
+        where = [f"rank {rank}: {', '.join(names[:3])}{', ...' if names[3:] else ''}" for rank, names in enumerate(found) if names]
+        fault = "; ".join([fault, *where])
+    run.clock.progress()
+    return grad_norm, fault
+
+
+def skipped(run: Run, what: str, fault: str | None, experience: Experience, iteration: int) -> bool:
+    """Alike on all ranks; no collective. Whether a fault made an update of `what` to be skipped; it is told, and the batch written down.
+
+    Raises BadUpdateError after too many of them.
+    """
+    if fault is not None:
+        place = keep_bad_batch(run, experience, iteration)
+        run.tracker.say(f"guard: iteration {iteration}: an update of {what} is skipped: {fault}; the batch is in {place}")
+        fault = f"iteration {iteration}, {fault}; batch: {place}"
+    return run.guard.judged(what, fault)
 
 
 def critic_loss(mini_batch: TrainingSlice, section: Critic, model: RoleModel) -> Loss:

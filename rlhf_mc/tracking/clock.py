@@ -15,6 +15,7 @@ import torch
 from rlhf_mc.tracking.trace import Trace
 
 GIB = 1024**3
+BETWEEN = "between stages"
 
 
 @dataclass
@@ -23,6 +24,23 @@ class _OpenStage:
     start: float
     host_peak_bytes: int = 0
     device_peak_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """How long a rank has shown no sign of life. stages: those that are open, the innermost last.
+
+    longest: seconds that it ever went without one in that stage.
+    """
+
+    stages: tuple[str, ...]
+    seconds: float
+    longest: float
+
+    @property
+    def place(self) -> str:
+        """The open stages, as people read them."""
+        return " > ".join(self.stages) or BETWEEN
 
 
 class HostMemory:
@@ -60,6 +78,7 @@ class StageClock:
 
     Stages nest under explicit names: `with clock.stage("score"):` around `with clock.stage("score/actor"):`. A name may
     come several times in an iteration; its seconds add up, its peak is the largest. Threads may share a clock.
+    failed_in: the innermost stage that an error came through first.
     On CUDA, both ends of a stage wait for the calling thread's current stream, so that a stage is charged for its own
     kernels; copies on other streams keep running.
     """
@@ -72,6 +91,9 @@ class StageClock:
         self._host = HostMemory()
         self._open: list[_OpenStage] = []
         self._run_peak = 0
+        self._last_sign = time.perf_counter()
+        self._longest: dict[str, float] = {}
+        self.failed_in = BETWEEN
         self._begin_iteration()
 
     @contextmanager
@@ -82,9 +104,25 @@ class StageClock:
             stage = self._enter(name)
             try:
                 yield
+            except Exception:
+                if self.failed_in == BETWEEN:
+                    self.failed_in = name
+                raise
             finally:
                 self._wait_for_kernels()
                 self._leave(stage)
+
+    def progress(self) -> None:
+        """A sign of life inside a stage that has many steps; its begin and its end are signs by themselves."""
+        with self._lock:
+            self._sign()
+
+    def waiting(self) -> Waiting:
+        """How long there was no sign of life, and where. From any thread."""
+        with self._lock:
+            names = tuple(stage.name for stage in self._open)
+            seconds = time.perf_counter() - self._last_sign
+            return Waiting(names, seconds, self._longest.get(names[-1] if names else BETWEEN, 0.0))
 
     def metrics(self, total_num_tokens: int | None = None, num_devices: int = 1) -> dict[str, float]:
         """What this rank spent since the last call (or since the clock was made); then starts the next iteration.
@@ -121,8 +159,14 @@ class StageClock:
         self._host_peak = self._host.current()
         self._device_peak = 0
 
+    def _sign(self) -> None:
+        now, name = time.perf_counter(), self._open[-1].name if self._open else BETWEEN
+        self._longest[name] = max(self._longest.get(name, 0.0), now - self._last_sign)
+        self._last_sign = now
+
     def _enter(self, name: str) -> _OpenStage:
         with self._lock:
+            self._sign()
             self._fold_peaks()
             stage = _OpenStage(name, time.perf_counter())
             self._open.append(stage)
@@ -130,6 +174,7 @@ class StageClock:
 
     def _leave(self, stage: _OpenStage) -> None:
         with self._lock:
+            self._sign()
             self._fold_peaks()
             self._open.remove(stage)
             name = stage.name

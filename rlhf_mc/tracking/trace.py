@@ -140,6 +140,14 @@ class Trace:
         with self._lock:
             self._iterations.append(_Iteration())
 
+    def last(self) -> str:
+        """What ended last, and how long ago, for people to read."""
+        with self._lock:
+            span = next((kept.spans[-1] for kept in reversed(self._iterations) if kept.spans), None)
+        if span is None:
+            return "nothing" if self.enabled else "not known (trainer.trace_iterations is 0)"
+        return f"{span.name} ({span.track}), {time.perf_counter() - span.end:.1f} s ago"
+
     def iteration_spans(self) -> list[Span]:
         """What ended in the present iteration."""
         with self._lock:

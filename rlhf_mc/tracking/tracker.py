@@ -15,12 +15,14 @@ from tqdm import tqdm
 
 from rlhf_mc.config import Settings
 from rlhf_mc.recipe import to_yaml
+from rlhf_mc.tracking.attempts import Attempts
 from rlhf_mc.tracking.text import Comparison, SampleRow, SummaryTable, comparison_table, sample_table
 from rlhf_mc.tracking.wandb_run import WandbRun, resolve_mode
 
 
 class Tracker:
-    """Writes a run down, in `trainer.output_dir`: config.yaml, metrics.jsonl, samples.jsonl, summary.json, wandb.
+    """Writes a run down, in `trainer.output_dir`: config.yaml, metrics.jsonl, samples.jsonl, attempts.jsonl,
+    summary.json, wandb.
 
     Use as a context manager, so that an error marks the wandb run as failed and its process ends.
 
@@ -38,6 +40,7 @@ class Tracker:
         self._pending_samples: tuple[int, Sequence[SampleRow]] | None = None
         self._wandb: WandbRun | None = None
         self._bar: tqdm | None = None
+        self._attempts: Attempts | None = None
         if self._is_writer:
             self._open(settings, total, start, wandb_run_id)
 
@@ -48,6 +51,7 @@ class Tracker:
         if start is not None:
             for name in ("metrics.jsonl", "samples.jsonl"):
                 _drop_lines(self.output_dir / name, start)
+        self._attempts = Attempts(self.output_dir)
         self._metrics_file = open(self.output_dir / "metrics.jsonl", "a")
         self._summary = SummaryTable()
         if mode != "disabled":
@@ -61,6 +65,19 @@ class Tracker:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.finish(exit_code=0 if kind is None else 1)
+
+    def beat(self) -> None:
+        """The run is alive. From any thread."""
+        if self._attempts is not None:
+            self._attempts.beat()
+
+    def goodput(self) -> None:
+        """Says which share of the time, earlier attempts included, became iterations that count; sends it to wandb."""
+        if self._attempts is not None:
+            goodput = self._attempts.goodput()
+            self.say(str(goodput))
+            if self._wandb:
+                self._wandb.summarise({"goodput": goodput.share, "attempts": goodput.num_attempts})
 
     @property
     def wandb_run_id(self) -> str | None:
@@ -126,6 +143,7 @@ class Tracker:
         if not self._is_writer or self._metrics_file.closed:
             return
         self._metrics_file.close()
+        self._attempts.end("done" if exit_code == 0 else "stopped")
         if self._bar is not None:
             self._bar.close()
         if self._wandb:

@@ -43,10 +43,10 @@ def minimum_of_iterations(arguments: list[str], num_ranks: int) -> list[int]:
     from rlhf_mc.offload.minimum import minimum_bytes
     from rlhf_mc.offload.planned import planned_bytes, planned_visits
     from rlhf_mc.offload.sizes import Place
+    from rlhf_mc.parallel.grids import TrainingGrid
 
     settings, _ = load_settings(arguments, "train")
-    parallel = settings.parallel
-    place = Place(parallel.tensor, parallel.pipeline, copies=num_ranks // (parallel.tensor * parallel.pipeline))
+    place = Place.of(TrainingGrid.of(settings.parallel, num_ranks, 0))
     sharing = place.copies if settings.offload.share_host_copies else 1
     sizes = {role: size.shared(sharing) for role, size in planned_bytes(settings, role_paths(settings), place).items()}
     visits, totals = [], [0]

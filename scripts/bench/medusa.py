@@ -122,7 +122,7 @@ class Bench:
 
     def sync(self) -> None:
         """The engine has the model's weights and the heads'."""
-        params = dict(self.actor.decoder.named_parameters()) | dict(self.drafter.heads.named_parameters())
+        params = self.actor.params() | self.drafter.params()
         with self.engine.weight_update(VERSION) as update:
             self.reshard.run(params, update)
 

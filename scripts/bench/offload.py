@@ -45,9 +45,9 @@ def save_model(directory: Path, millions: float) -> str:
     return str(directory)
 
 
-def settings_for(dtype: str) -> Settings:
-    """Of roles that are built alone, without data and engine."""
-    return Settings(trainer=Trainer(dtype=dtype), data=Data(max_prompt_tokens=64), rollout=Rollout(max_tokens=64))
+def settings_for(dtype: str, longest: int = 128) -> Settings:
+    """Of roles that are built alone, without data and engine, for sequences of up to `longest` tokens."""
+    return Settings(trainer=Trainer(dtype=dtype), data=Data(max_prompt_tokens=longest // 2), rollout=Rollout(max_tokens=longest - longest // 2))
 
 
 def memcpy(target: Tensor, source: Tensor) -> None:

@@ -81,8 +81,8 @@ class Bench:
         self.shape = shape_of(millions)
         self.shapes = hf_shapes(self.shape, value_head=False)
         grid = RolloutGrid(TrainingGrid(tensor * pipeline, self.rank, tensor, pipeline), rollout)
-        places = [(stage, rank) for stage in range(pipeline) for rank in range(tensor)]
-        self.held = [pieces_of(self.shape, Shard.of(self.shape, tensor, rank, pipeline, stage, False)) for stage, rank in places]
+        places = [replace(grid.training, rank=rank) for rank in grid.training.model_ranks()]
+        self.held = [pieces_of(self.shape, Shard.of(self.shape, place, False)) for place in places]
         wanted = [engine_pieces(self.shape, rollout, shard) for shard in grid.shards_of_model()]
         self.plan = plan_reshard(self.held, wanted, self.shapes, dtype.itemsize, BUCKET_BYTES, tensor, rollout)
         self.reshard = Reshard(self.plan, GroupWire(dist.group.WORLD), torch.device("cpu"), dtype)

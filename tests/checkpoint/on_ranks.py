@@ -13,12 +13,14 @@ from torch import Tensor
 from medusa.on_ranks import settings_of
 from offload.draft_heads import draft_heads
 from offload.on_ranks import HEADS, OPTIM, actor_and_critic, one_step, residency_of
-from rlhf_mc.checkpoint import CheckpointError, FileRecord, Saving, find_origin, write_file
+from rlhf_mc.checkpoint import CheckpointError, FileRecord, Saving, find_origin, settings_record, write_file
+from rlhf_mc.checkpoint.export import export
 from rlhf_mc.checkpoint.generators import generator_states, read_generators, write_generators
 from rlhf_mc.checkpoint.layout import Layout
 from rlhf_mc.checkpoint.roles import part_of, read_role
+from rlhf_mc.checkpoint.snapshot import publish
 from rlhf_mc.medusa.drafter import build_drafter
-from rlhf_mc.models.role import Resident
+from rlhf_mc.models.role import Resident, Role
 from rlhf_mc.models.stepped import stepped
 from rlhf_mc.offload import TRAINING, Part, Residency
 from rlhf_mc.offload.neighbours import neighbours
@@ -30,7 +32,9 @@ VOCAB = 15
 OF_VOCABULARY = ("word_embeddings.weight", "output_layer.weight", "lm_heads.0.weight", "lm_heads.1.weight")
 
 
-def save_bytes(world: World, root: str, iteration: int, keep_last: int = 2, full_disk_of: int | None = None) -> str:
+def save_bytes(
+    world: World, root: str, iteration: int, keep_last: int = 2, full_disk_of: int | None = None, value: float | None = None, **best
+) -> str:
     """Every rank writes some bytes; the disk of one is full. What the error says, if there is one."""
 
     def write(directory: Path) -> list[FileRecord]:
@@ -41,7 +45,8 @@ def save_bytes(world: World, root: str, iteration: int, keep_last: int = 2, full
 
     try:
         with BackgroundWriter() as writer:
-            Saving(world, Path(root), iteration, {"iteration": iteration}, write, writer).publish(keep_last)
+            record = {"iteration": iteration} | ({} if value is None else {"metrics": {"val/x": value}})
+            Saving(world, Path(root), iteration, record, write, writer).publish(keep_last, **best)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -57,7 +62,7 @@ def found(world: World, root: str, resume: str = "auto", iterations: int = 100) 
 
 
 def layout_of(world: World, distributed: bool) -> Layout:
-    return Layout(world.size, world.grid.tensor, world.grid.pipeline, distributed)
+    return Layout(world.size, world.grid.tensor, world.grid.pipeline, distributed, world.grid.virtual)
 
 
 def state_of(models: list[Resident], residency: Residency) -> dict[str, Tensor]:
@@ -184,3 +189,44 @@ def fill_with_numbers(model: Resident, residency: Residency) -> None:
             target.copy_(numbers.view(target.shape) if target.dim() else torch.tensor(7))
     residency.state(model.role).rebuild_params()
     model.version += 1
+
+
+def published(world: World, language: str, value: str, dtype: str, distributed: bool, root: str) -> None:
+    """Actor, critic and draft heads full of numbers: a checkpoint root/000001, and beside it what each role saves by itself."""
+    os.makedirs(f"{root}/000001.partial", exist_ok=True)
+    settings = settings_of(world, OF_HEADS | {"shared_output": True}, {}, dtype, distributed)
+    actor, critic = actor_and_critic(world, language, value, dtype, distributed)
+    heads = build_drafter(settings, actor, trained=True)
+    models = [actor, critic, heads]
+    residency = residency_of(world, models)
+    for model in models:
+        with residency.on_device(model.role, TRAINING):
+            fill_with_numbers(model, residency)
+    files = [record for model in models for record in part_of(residency, model.role).write(Path(root, "000001.partial"))]
+    for model in (actor, critic):
+        with residency.on_device(model.role, Part.PARAMS):
+            model.save(f"{root}/{model.role.value}")
+    with residency.on_device(heads.role, Part.PARAMS):
+        heads.save(f"{root}/medusa", actor.shape, f"{root}/actor")
+    paths = {"actor": {"path": language}, "critic": {"path": None}, "reward_model": {"path": value}}
+    record = {"settings": settings_record(settings) | paths, "layout": layout_of(world, distributed).record()}
+    shares = world.from_everyone(files)
+    if world.rank == 0:
+        publish(Path(root, "000001.partial"), record, [file for share in shares for file in share])
+    world.any_rank(False)
+
+
+def export_roles(world: World, root: str) -> dict[str, str]:
+    """Each role of root/000001 to root/exported; of a damaged and of a missing role, the error."""
+    checkpoint, target = Path(root, "000001"), Path(root, "exported")
+    for role in (Role.ACTOR, Role.CRITIC, Role.MEDUSA):
+        export(checkpoint, target / role.value, role)
+    errors = {}
+    harmed = next(checkpoint.glob("*critic*"))
+    harmed.write_bytes(harmed.read_bytes()[:-4])
+    for role in (Role.CRITIC, Role.REWARD):
+        try:
+            export(checkpoint, target / "not", role)
+        except ValueError as error:
+            errors[role.value] = str(error)
+    return errors

@@ -20,6 +20,7 @@ CASES = [
     pytest.param(Layout(data=2), dict(dtype="fp32", distributed=False), id="DP2-fp32-plain"),
     pytest.param(Layout(tensor=2), dict(dtype="bf16", distributed=False), id="TP2-bf16-plain"),
     pytest.param(Layout(pipeline=2), dict(dtype="bf16", distributed=True), id="PP2-bf16"),
+    pytest.param(Layout(pipeline=2, virtual=2), dict(dtype="bf16", distributed=True), id="PP2xVP2-bf16"),
 ]
 
 
@@ -34,10 +35,10 @@ def test_generators_go_on(ranks, tmp_path):
     assert ranks.run("checkpoint.on_ranks:draws_after_reading", Layout(data=2), directory=str(tmp_path)) == [True, True]
 
 
-ONE, TP2 = Layout(), Layout(tensor=2)
+ONE, TP2, PP2, INTERLEAVED = Layout(), Layout(tensor=2), Layout(pipeline=2), Layout(pipeline=2, virtual=2)
 ROADS = [
-    (Layout(data=2), True, [(TP2, True), (ONE, False), (Layout(pipeline=2), True), (Layout(data=2), True)]),
-    (TP2, False, [(Layout(pipeline=2), True), (Layout(data=2), False), (Layout(tensor=2, pipeline=2), True), (TP2, False)]),
+    (Layout(data=2), True, [(TP2, True), (ONE, False), (INTERLEAVED, True), (PP2, True), (INTERLEAVED, True), (Layout(data=2), True)]),
+    (TP2, False, [(PP2, True), (Layout(data=2), False), (Layout(tensor=2, pipeline=2, virtual=2), True), (TP2, False)]),
 ]
 
 
@@ -64,4 +65,4 @@ def test_over_other_layouts_and_back_every_bit_returns(ranks, value_model, tmp_p
 
 
 def layout(grid: Layout, distributed: bool) -> SavedLayout:
-    return SavedLayout(grid.size, grid.tensor, grid.pipeline, distributed)
+    return SavedLayout(grid.size, grid.tensor, grid.pipeline, distributed, grid.virtual)

@@ -107,3 +107,16 @@ def test_what_a_killed_run_left_half_written_is_no_checkpoint(ranks, tmp_path):
     assert found(ranks, tmp_path)[0] == 2
     saved(ranks, tmp_path, 6)
     assert names(tmp_path) == ["000002", "000006", "latest"]
+
+
+@pytest.mark.parametrize(("best_by", "stay"), [("val/x", ["000002", "000004", "000012"]), ("-val/x", ["000006", "000008", "000012"])])
+def test_the_best_ones_stay_beside_the_last(ranks, tmp_path, best_by, stay):
+    """000010 has no value; of equals the newer one stays; what a restarted run finds on the disk counts."""
+    values = {2: 5.0, 4: 7.0, 6: 1.0, 8: 1.0, 10: None, 12: 3.0}
+    for iteration, value in values.items():
+        saved(ranks, tmp_path, iteration, keep_last=1, keep_best=2, best_by=best_by, value=value)
+    assert names(tmp_path) == [*stay, "latest"]
+    (tmp_path / stay[1] / "rank0").unlink()
+    saved(ranks, tmp_path, 14, keep_last=1, keep_best=2, best_by=best_by, value=3.0)
+    assert names(tmp_path) == [stay[0], "000014", "latest"], "a damaged one is none of the best"
+    assert found(ranks, tmp_path)[0] == 14

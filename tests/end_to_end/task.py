@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 _ROWS = {"train": 64, "validation": 6, "sft": 24, "preferences": 24}
 # What both vLLM's CPU attention (heads of 32 and more) and two tensor-parallel or pipeline ranks can take.
 _SIZES = dict(
-    vocab_size=15, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=15, hidden_size=128, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
     head_dim=32, bos_token_id=1, eos_token_id=2, pad_token_id=2,
 )  # fmt: skip
 
@@ -30,12 +30,12 @@ class Task:
         """Rows and tokenizer, as scripts/make_tiny_task.py makes them."""
         return self.directory / "task"
 
-    def model(self, family: str, value_head: bool = False) -> str:
+    def model(self, family: str, value_head: bool = False, num_layers: int = 2) -> str:
         """The directory of a model of `family` with the task's tokenizer, made where it is not there yet."""
-        path = self.directory / f"{family}{'-value' if value_head else ''}"
+        path = self.directory / f"{family}-{num_layers}{'-value' if value_head else ''}"
         if not path.exists():
             make = tiny_models.tiny_value_model if value_head else tiny_models.tiny_language_model
-            tiny_models.save_model(_calmed(make(family, **_SIZES)), path)
+            tiny_models.save_model(_calmed(make(family, **_SIZES, num_hidden_layers=num_layers)), path)
             for file in (self.data / "model").glob("token*"):
                 shutil.copyfile(file, path / file.name)
         return str(path)

@@ -81,7 +81,7 @@ def test_an_error_on_one_rank_ends_all_and_is_the_one_that_is_shown(training, tm
     training.seconds_until_gone(SECONDS_TO_DIE)
     told = training.output[training.output.find("rlhf_mc: train: error") :]
     assert told.startswith("rlhf_mc: train: error on rank 1:\nTraceback")
-    assert "ZeroDivisionError: the bug of rank 1" in told
+    assert "ZeroDivisionError: the bug of rank 1\non rank 1, in iteration 1, stage update_critic\n" in told
     assert told.count("rlhf_mc: train: error") == 1
     assert training.left_in_shared_memory() == []
     failed = [event for event in json.loads((tmp_path / "out/trace/rank1.json").read_text())["traceEvents"] if "error" in event["args"]]

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ONE_UPDATE = ("tensor_parallel", "pipeline", "context_parallel")
 ALL = (*ONE_UPDATE, "data_parallel")
 # What two runs of the same numbers may differ in.
-_OF_THE_MACHINE = ("timing_s/", "perf/", "memory_gib/", "offload/", "pipeline/", "rollout/")
+_OF_THE_MACHINE = ("timing_s/", "perf/", "memory_gib/", "offload/", "pipeline/", "rollout/", "straggler/")
 # What drafts change: what is measured of them, and last bits of the engine's log-probs, which only metrics read.
 _OF_DRAFTS = ("medusa/", "sync/", "training/rollout_logprobs", "val/")
 
@@ -72,9 +72,13 @@ def tensor_parallel(task) -> Run:
 
 @pytest.fixture(scope="module")
 def pipeline(task) -> Run:
-    """An untied Qwen2 on two pipeline stages, sampled with TP2; two frozen draft heads with output layers of their own, always in use."""
+    """An untied Qwen2, two chunks on each of two pipeline stages, sampled with TP2; two frozen draft heads with output layers of their own,
+    always in use.
+    """
+    models = dict(actor__path=task.model("qwen2", num_layers=4), reward_model__path=task.model("llama", value_head=True, num_layers=4))
+    stages = dict(parallel__pipeline="2", parallel__virtual_pipeline="2")
     heads = dict(medusa__enabled="true", medusa__num_heads="2", medusa__shared_output="false", medusa__drafted_tokens="2", medusa__train="false")
-    return run(task, "pipeline", "qwen2", parallel__pipeline="2", rollout__tensor_parallel="2", **heads)
+    return run(task, "pipeline", "qwen2", rollout__tensor_parallel="2", **models, **stages, **heads)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ITERATIONS = 3
 # What an update without an engine does not do, or does in another time.
-_NOT_OF_THE_UPDATE = ("timing_s/", "perf/", "memory_gib/", "offload/", "pipeline/", "rollout/", "sync/")
+_NOT_OF_THE_UPDATE = ("timing_s/", "perf/", "memory_gib/", "offload/", "pipeline/", "rollout/", "sync/", "straggler/")
 
 
 @dataclass(frozen=True)

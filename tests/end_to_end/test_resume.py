@@ -1,9 +1,10 @@
-"""A run that is killed and resumed is the run that was not: the same bits of all models, metrics and samples."""
+"""A run that is asked to stop, resumed, killed and resumed is the run that was not: the same bits of all models, metrics and samples."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from end_to_end.job import Job, start
@@ -13,11 +14,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ITERATIONS = 4
 # What two runs of the same numbers may differ in.
-_OF_THE_MACHINE = ("timing_s/", "perf/", "memory_gib/", "offload/", "pipeline/", "rollout/", "medusa/speedup_estimate")
+_OF_THE_MACHINE = ("timing_s/", "perf/", "memory_gib/", "offload/", "pipeline/", "rollout/", "straggler/", "medusa/speedup_estimate")
 MODELS = ("actor/model.safetensors", "critic/model.safetensors", "medusa/model.safetensors")
 
 
-def launch(task: Task, name: str, **overrides: str) -> Job:
+def launch(task: Task, name: str, *faults: dict[str, Any], **overrides: str) -> Job:
     """Two data-parallel ranks with draft heads in use, the pipeline in chunks, a KL coefficient that moves, falling rates."""
     settings = task.overrides(task.directory / name, "llama") | {
         "trainer.iterations": str(ITERATIONS),
@@ -32,7 +33,9 @@ def launch(task: Task, name: str, **overrides: str) -> Job:
         "pipeline.chunks": "2",
     }
     settings |= {key.replace("__", "."): value for key, value in overrides.items()}
-    return start(task.directory / f"{name}-{len(list(task.directory.iterdir()))}.log", "rlhf_mc.train", written(settings))
+    log = task.directory / f"{name}-{len(list(task.directory.iterdir()))}.log"
+    program = "scripts.faulty_ppo" if faults else "rlhf_mc.train"
+    return start(log, program, written(settings), environment={"FAULTS": json.dumps(faults)})
 
 
 def finished(job: Job) -> str:
@@ -64,6 +67,15 @@ def test_a_killed_run_ends_with_the_bits_of_the_straight_one(task):
     assert "checkpoint after 4 iterations: " in finished(launch(task, "straight"))
     assert checkpoints(straight) == ["000002", "000004", "latest"]
 
+    # Asked before the update: what the second iteration has made is left, with all that it changed.
+    asked = launch(task, "resumed", {"stage": "score/critic", "iteration": 1, "rank": 0, "action": "term"})
+    assert asked.wait(300) == 1, "torchrun's own status"
+    told = f"stopped: the checkpoint after 1 iterations is in {resumed}/checkpoints; the same command goes on from there"
+    assert told in asked.output and "asked to stop: SIGTERM on rank 0" in asked.output, asked.output
+    assert "Traceback" not in asked.output[: asked.output.index(told)] and "rlhf_mc: train: error" not in asked.output
+    asked.seconds_until_gone(10)
+    assert checkpoints(resumed) == ["000001", "latest"] and len(metrics(resumed)) == 1
+
     kill_after(launch(task, "resumed"), "\n     2 ")
     assert len(metrics(resumed)) > 2, "an iteration beyond the checkpoint is to be made again"
     output = finished(launch(task, "resumed"))
@@ -72,5 +84,6 @@ def test_a_killed_run_ends_with_the_bits_of_the_straight_one(task):
     for file in (*MODELS, "samples.jsonl"):
         assert (resumed / file).read_bytes() == (straight / file).read_bytes(), file
     assert metrics(resumed) == metrics(straight) and len(metrics(straight)[0]) > 40
+    assert " s in 3 attempts" in output[output.index("goodput: ") :]
     for file in sorted((straight / "checkpoints/000004").glob("*rank*")):
         assert (resumed / "checkpoints/000004" / file.name).read_bytes() == file.read_bytes(), file.name

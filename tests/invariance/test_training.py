@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import torch
 from ranks import Layout, RankPool
-from tiny_models import random_batch, reference_logprobs, reference_values, tiny_language_model, tiny_value_model
+from tiny_models import random_batch, reference_logprobs, reference_values, save_model, tiny_language_model, tiny_value_model
 from torch import Tensor
 
 from rlhf_mc.batch import SequenceBatch, gather_segments
@@ -37,6 +37,12 @@ LAYOUTS = [
     Layout(tensor=2, pipeline=2),
     Layout(tensor=2, data=2),
     Layout(pipeline=2, data=2),
+]
+INTERLEAVED_LAYOUTS = [
+    Layout(pipeline=2, virtual=2),
+    Layout(pipeline=2, virtual=2, tensor=2),
+    Layout(pipeline=2, virtual=2, data=2),
+    Layout(pipeline=2, virtual=2, context=2),
 ]
 CONTEXT_LAYOUTS = [
     Layout(context=2),
@@ -101,20 +107,20 @@ def assert_same_training(results: list[dict], family: str, head: str = "language
 
 
 @OPTIMIZERS
-@pytest.mark.parametrize("layout", LAYOUTS + CONTEXT_LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS + INTERLEAVED_LAYOUTS + CONTEXT_LAYOUTS, ids=str)
 def test_layouts(ranks: RankPool, language_model, layout: Layout, distributed: bool) -> None:
     """Tied embeddings: under pipeline, their gradient comes from the first and the last stage."""
     assert_same_training(trained(ranks, layout, language_model("llama"), distributed_optimizer=distributed), "llama")
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(tensor=2, pipeline=2), Layout(tensor=2, context=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(tensor=2, pipeline=2, virtual=2), Layout(tensor=2, context=2)], ids=str)
 def test_families(ranks: RankPool, language_model, layout: Layout, family: str) -> None:
     """Biases that are split, norms of query and key that every tensor rank holds whole, untied embeddings, sliding window."""
     assert_same_training(trained(ranks, layout, language_model(family)), family)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:-1] + CONTEXT_LAYOUTS[:3], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[:-1] + INTERLEAVED_LAYOUTS[:1] + CONTEXT_LAYOUTS[:3], ids=str)
 def test_value_models(ranks: RankPool, value_model, layout: Layout) -> None:
     assert_same_training(trained(ranks, layout, value_model("llama"), "value"), "llama", "value")
 
@@ -128,9 +134,25 @@ BUDGETS = {
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("layout", [Layout(), Layout(data=2), Layout(pipeline=2, tensor=2), Layout(context=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(data=2), Layout(pipeline=2, tensor=2), Layout(pipeline=2, virtual=2), Layout(context=2)], ids=str
+)
 def test_micro_batches(ranks: RankPool, language_model, layout: Layout, budget: str) -> None:
     assert_same_training(trained(ranks, layout, language_model("llama"), budget=BUDGETS[budget]), "llama")
+
+
+@pytest.mark.parametrize("layout", [Layout(pipeline=4), Layout(pipeline=4, virtual=2)], ids=str)
+def test_deep_pipelines(ranks: RankPool, tmp_path, layout: Layout) -> None:
+    """Four stages, whose neighbours are two others; a batch of fewer sequences than stages, and one of twice as many and one more."""
+    directory = save_model(tiny_language_model("llama", num_hidden_layers=8), tmp_path / "model")
+    for lengths in ([7, 4, 9], [9, 13, 5, 20, 11, 3, 8, 2, 6]):
+        batch = random_batch(lengths)
+        arguments = dict(batch=batch, wanted=torch.ones(int(batch.loss_mask.sum())), budget=MicroBatch(tokens=None, sequences=1))
+        [expected] = trained(ranks, Layout(), directory, **arguments)
+        for result in trained(ranks, layout, directory, **arguments):
+            torch.testing.assert_close(result["losses"], expected["losses"], rtol=LOSS_TOLERANCE, atol=LOSS_TOLERANCE)
+            torch.testing.assert_close(result["grad_norms"], expected["grad_norms"], rtol=1e-5, atol=0)
+            torch.testing.assert_close(result["weights"], expected["weights"], rtol=0, atol=WEIGHT_TOLERANCE)
 
 
 @pytest.mark.parametrize("layout", [Layout(context=2), Layout(context=4), Layout(context=2, data=2)], ids=str)

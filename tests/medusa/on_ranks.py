@@ -34,7 +34,11 @@ def settings_of(
     """Of a run with draft heads on the grid of `world`."""
     grid = world.grid
     parallel = Parallel(
-        tensor=grid.tensor, context=grid.context, pipeline=grid.pipeline, distributed_optimizer=distributed_optimizer
+        tensor=grid.tensor,
+        context=grid.context,
+        pipeline=grid.pipeline,
+        virtual_pipeline=grid.virtual,
+        distributed_optimizer=distributed_optimizer,
     )
     return Settings(
         trainer=Trainer(device="cpu", dtype=dtype, iterations=10),
@@ -102,7 +106,7 @@ def train(
 
 def gradients(model: RoleModel | DraftModel) -> list[Tensor]:
     """The gradient buckets."""
-    return [buffer.grad_data for buffer in model.ddp.buffers]
+    return [buffer.grad_data for buffer in model.buffers]
 
 
 def bits_with_and_without(world: World, directory: str, batch: SequenceBatch) -> dict[str, bool]:

@@ -20,7 +20,7 @@ def rows_of(sample: int) -> Tensor:
         return tiny_language_model("llama").model(tokens[None]).last_hidden_state[0, :-1]
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, data=2), Layout(tensor=2, pipeline=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, data=2), Layout(tensor=2, pipeline=2, virtual=2)], ids=str)
 def test_rows_and_labels_of_the_samples_in_steps(ranks: RankPool, language_model, layout: Layout) -> None:
     arguments = dict(directory=language_model("llama"), batch=BATCH, steps=STEPS, step_tokens=None, max_rows=MAX_ROWS)
     holders: list[int] = []

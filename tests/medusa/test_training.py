@@ -29,7 +29,7 @@ LAYOUTS = [
     Layout(pipeline=2),
     Layout(data=2),
     Layout(context=2),
-    Layout(tensor=2, pipeline=2),
+    Layout(tensor=2, pipeline=2, virtual=2),
     Layout(tensor=2, data=2),
     Layout(tensor=2, context=2),
 ]
@@ -235,7 +235,7 @@ def reference_joint_training(shared: bool) -> dict[str, Any]:
 
 
 @OUTPUTS
-@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(context=2), Layout(pipeline=2, data=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(context=2), Layout(pipeline=2, virtual=2, data=2)], ids=str)
 def test_joint_training_reaches_the_actor(ranks: RankPool, language_model, layout: Layout, shared: bool) -> None:
     """The gradient of the heads' loss goes into the decoder, on every layout as by autograd; not into its output layer."""
     expected = reference_joint_training(shared)

@@ -18,7 +18,7 @@ from rlhf_mc.models.heads import PLAIN, TokenLogprobs
 from rlhf_mc.models.loss import Loss, LossSum
 from rlhf_mc.models.passes import accumulate_gradients, zero_gradients
 from rlhf_mc.models.role import Head, RoleModel
-from rlhf_mc.parallel import attention
+from rlhf_mc.parallel import attention_calls
 from rlhf_mc.parallel.attention import PackedSequences
 from rlhf_mc.parallel.megatron_cpu import show_cpu_to_megatron
 from rlhf_mc.parallel.microbatches import PlannedMicrobatch
@@ -32,8 +32,9 @@ def _forward(model: RoleModel, packed: PackedMicrobatch) -> Tensor:
     show_cpu_to_megatron()
     if not world.grid.is_first_stage:
         rows = packed.tokens.numel() // world.grid.tensor
-        model.decoder.set_input_tensor(torch.randn(rows, 1, model.shape.hidden, dtype=model.dtype, requires_grad=True))
-    hidden = model.module(input_ids=packed.tokens[None], position_ids=None, attention_mask=None, packed_seq_params=packed.sequences)
+        model.last_chunk.set_input_tensor(torch.randn(rows, 1, model.shape.hidden, dtype=model.dtype, requires_grad=True))
+    [module] = model.modules
+    hidden = module(input_ids=packed.tokens[None], position_ids=None, attention_mask=None, packed_seq_params=packed.sequences)
     if not world.grid.is_last_stage:
         return hidden
     answers = model.answers(model.head_input(hidden, packed), packed, PLAIN)
@@ -69,14 +70,14 @@ def counted_in_one_micro_batch(model: RoleModel, batch: SequenceBatch) -> int:
 def _tokens(packed: PackedMicrobatch, window: int | None) -> Tokens:
     """What the formula is told of a micro-batch."""
     sequences: PackedSequences = packed.sequences
-    masked = [group for group in sequences.groups if not group.is_plain_causal(window)]
+    masked = [call for call in sequences.calls if not call.is_plain_causal(window)]
     return Tokens(
         held=packed.tokens.numel(),
         answers=packed.rows.numel(),
-        queries=sum(group.queries.padded.numel() for group in sequences.groups),
-        keys=sum(group.keys.padded.numel() for group in sequences.groups),
-        masked_keys=sum(group.keys.padded.numel() for group in masked),
-        bias=sum((1 if group.positions is None else group.rows) * group.queries.longest * group.keys.longest for group in masked),
+        queries=sum(call.queries.padded.numel() for call in sequences.calls),
+        keys=sum(call.keys.padded.numel() for call in sequences.calls),
+        masked_keys=sum(call.keys.padded.numel() for call in masked),
+        bias=sum((1 if call.positions is None else call.rows) * call.queries.longest * call.keys.longest for call in masked),
         reordered=sequences.order is not None,
     )
 
@@ -98,11 +99,11 @@ def counted_and_predicted(
 @contextmanager
 def _kernels_of_cuda() -> Iterator[None]:
     """Inside, PackedAttention believes that its masked kernel wants all heads."""
-    usual, attention._masked_kernel_wants_all_heads = attention._masked_kernel_wants_all_heads, lambda device: True
+    usual, attention_calls._masked_kernel_wants_all_heads = attention_calls._masked_kernel_wants_all_heads, lambda device: True
     try:
         yield
     finally:
-        attention._masked_kernel_wants_all_heads = usual
+        attention_calls._masked_kernel_wants_all_heads = usual
 
 
 def _of_one_kind(

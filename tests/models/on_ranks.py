@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from rlhf_mc.batch import SequenceBatch
@@ -13,8 +15,10 @@ from rlhf_mc.config import MicroBatch, Optim, Parallel, Recompute, Settings, Tra
 from rlhf_mc.models import hf_weights
 from rlhf_mc.models.heads import PLAIN, Sampling, TokenLogprobs
 from rlhf_mc.models.loss import Loss, LossSum
-from rlhf_mc.models.passes import accumulate_gradients, score, update, zero_gradients
+from rlhf_mc.models.passes import accumulate_gradients, bad_gradients, score, update, zero_gradients
 from rlhf_mc.models.role import Head, Role, RoleModel, build_role
+from rlhf_mc.models.stepped import stepped
+from rlhf_mc.parallel.megatron_cpu import cpu_tensors_pass_for_cuda
 from rlhf_mc.parallel.packing import PackedMicrobatch
 from rlhf_mc.parallel.world import World
 
@@ -31,7 +35,11 @@ def make_role(
     """The role of `directory` on the grid of `world`."""
     grid = world.grid
     parallel = Parallel(
-        tensor=grid.tensor, context=grid.context, pipeline=grid.pipeline, distributed_optimizer=distributed_optimizer
+        tensor=grid.tensor,
+        context=grid.context,
+        pipeline=grid.pipeline,
+        virtual_pipeline=grid.virtual,
+        distributed_optimizer=distributed_optimizer,
     )
     settings = Settings(trainer=Trainer(device="cpu", dtype=dtype, recompute=recompute), parallel=parallel)
     role = Role.ACTOR if head == "language" else Role.CRITIC
@@ -62,6 +70,17 @@ def values(world: World, directory: str, batch: SequenceBatch, budget: MicroBatc
     """A value head at each sequence's end, and before each predicted token."""
     model = make_role(world, directory, "value")
     return {asked: score(model, batch, asked, budget) for asked in ("last", "predicted")}
+
+
+def most_alive(world: World, directory: str, batch: SequenceBatch, budget: MicroBatch) -> int:
+    """How many packed micro-batches there are at once on this rank, at most, when the head reads one; 0 where there is no head."""
+    counts = [0]
+
+    def count(rows: Tensor, microbatch: PackedMicrobatch) -> None:
+        counts.append(sum(isinstance(found, PackedMicrobatch) for found in gc.get_objects()))
+
+    score(make_role(world, directory), batch, "predicted", budget, hand_over=count)
+    return max(counts)
 
 
 def exported(model: RoleModel) -> dict[str, Tensor]:
@@ -127,7 +146,7 @@ def small_steps(
 ) -> list[tuple[Tensor, Tensor]]:
     """bf16 training with clipping off. After each step, param and main param of the final norm's weight."""
     model = make_role(world, directory, optim=Optim(clip_grad=1e9), dtype="bf16", distributed_optimizer=distributed_optimizer)
-    param = model.decoder.decoder.final_layernorm.weight
+    param = model.last_chunk.decoder.final_layernorm.weight
     history = []
     for _ in range(num_steps):
         train_step(model, batch, lr)
@@ -141,7 +160,7 @@ def poisoned_sequence(world: World, directory: str, batch: SequenceBatch, token:
     budget = MicroBatch(tokens=int(batch.lengths.sum()))
     clean = score(model, batch, "predicted", budget)
     with torch.no_grad():
-        model.decoder.embedding.word_embeddings.weight[token] = float("nan")
+        model.chunks[0].embedding.word_embeddings.weight[token] = float("nan")
     return clean, score(model, batch, "predicted", budget)
 
 
@@ -158,3 +177,50 @@ def broken_off_save(world: World, directory: str, target: str) -> tuple[str, lis
     except OSError as error:
         return str(error), sorted(path.name for path in Path(target).iterdir())
     return "", []
+
+
+def bits_of(model: RoleModel) -> dict[str, Tensor]:
+    """Copies of params, main params and moments of this rank."""
+    state = {f"param {name}": param for name, param in model.params().items()}
+    state |= {f"{kind} {shard.name}": shard.tensor(kind) for shard in stepped(model) for kind in shard.kinds}
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def steps_around_a_bad_one(
+    world: World, directory: str, batch: SequenceBatch, dtype: str, distributed_optimizer: bool, spoilt: int, max_norm: float | None
+) -> dict[str, Any]:
+    """A step, a bad one, a step; beside a twin that takes megatron's own steps, and not the bad one.
+
+    The bad one: NaN in the gradients of rank `spoilt`; or, with `max_norm`, a norm beyond it.
+    """
+    optim = Optim(lr=1e-2, clip_grad=0.1)
+    model, twin = (make_role(world, directory, optim=optim, dtype=dtype, distributed_optimizer=distributed_optimizer) for _ in range(2))
+    loss = negative_log_likelihood(int(batch.loss_mask.sum()))
+
+    def accumulate(role: RoleModel) -> None:
+        zero_gradients(role)
+        accumulate_gradients(role, batch, "predicted", MicroBatch(), loss)
+
+    for _ in range(2):
+        accumulate(twin)
+        finalize_model_grads(list(twin.ddp))
+        for group in twin.optimizer.param_groups:
+            group["lr"] = 1e-2
+        with cpu_tensors_pass_for_cuda(True):
+            twin.optimizer.step()
+    accumulate(model)
+    norms = [update(model, 1e-2)]
+    before, version = bits_of(model), model.version
+    accumulate(model)
+    if max_norm is None and world.rank == spoilt:
+        model.buffers[0].grad_data.view(-1)[0] = torch.nan
+    norms.append(update(model, 1e-2, max_norm))
+    found = bad_gradients(model)
+    after = bits_of(model)
+    unchanged = model.version == version and not model.accumulating and all(torch.equal(before[n], after[n]) for n in before)
+    accumulate(model)
+    norms.append(update(model, 1e-2))
+    at_end, of_twin = bits_of(model), bits_of(twin)
+    same = all(torch.equal(at_end[name], of_twin[name]) for name in at_end)
+    moved = not all(torch.equal(at_end[name], after[name]) for name in at_end)
+    return {"norms": norms, "unchanged": unchanged, "as_the_twin": same, "moved": moved, "bad": found}

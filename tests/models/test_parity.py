@@ -24,7 +24,7 @@ from rlhf_mc.config import MicroBatch
 # several sequences and padded (under TP) by one token; length 2 has a single prediction.
 BATCH = random_batch([9, 13, 5, 20, 11, 2])
 BUDGET = MicroBatch(tokens=25)
-LAYOUTS = [Layout(), Layout(tensor=2), Layout(pipeline=2), Layout(context=2), Layout(tensor=2, pipeline=2)]
+LAYOUTS = [Layout(), Layout(tensor=2), Layout(pipeline=2), Layout(context=2), Layout(tensor=2, pipeline=2, virtual=2)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -37,6 +37,12 @@ def test_logprobs_and_entropy(ranks: RankPool, language_model, layout: Layout, f
         torch.testing.assert_close(answer["scored"], logprobs, rtol=0, atol=1e-5)
         torch.testing.assert_close(answer["entropy"], entropy, rtol=0, atol=1e-5)
         assert torch.equal(answer["scored"], answer["trained"]), "the ratio of the first update would not be exactly 1"
+
+
+@pytest.mark.parametrize("layout, most", [(Layout(), 1), (Layout(pipeline=2, virtual=2), 2)], ids=["1rank", "PP2xVP2"])
+def test_a_micro_batch_is_let_go_when_the_last_chunk_has_read_it(ranks: RankPool, language_model, layout: Layout, most: int) -> None:
+    arguments = dict(directory=language_model("llama"), batch=random_batch([5] * 8), budget=MicroBatch(tokens=None, sequences=1))
+    assert ranks.run("models.on_ranks:most_alive", layout, **arguments)[-1] == most
 
 
 @pytest.mark.parametrize("lengths", [[3, 1, 2, 2], [2, 1]], ids=str)

@@ -14,7 +14,7 @@ from tiny_models import random_batch, reference_logprobs, reference_scores, save
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 BATCH = random_batch([9, 4, 12])
-LAYOUTS = [Layout(), Layout(tensor=2), Layout(pipeline=2), Layout(context=2), Layout(tensor=2, pipeline=2)]
+LAYOUTS = [Layout(), Layout(tensor=2), Layout(pipeline=2), Layout(context=2), Layout(tensor=2, pipeline=2, virtual=2)]
 
 
 def tensors_in(directory: str) -> dict[str, torch.Tensor]:

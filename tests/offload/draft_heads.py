@@ -19,7 +19,7 @@ class ShardOfHeads(nn.Module):
 
     def __init__(self, shape: HeadsShape, actor: RoleModel) -> None:
         super().__init__()
-        self.config = actor.decoder.config  # megatron's wrapper asks for it
+        self.config = actor.config  # megatron's wrapper asks for it
         grid = actor.world.grid
         blocks = [shape.hidden] * len(shape.block_names)
         outputs = [actor.shape.padded_vocab(grid.tensor)] * len(shape.output_names)
@@ -38,14 +38,19 @@ class DraftHeads(Resident):
         """Their parameters."""
         yield from self.module.parameters()
 
+    def params(self) -> dict[str, nn.Parameter]:
+        """By their names in the module."""
+        return dict(self.module.named_parameters())
+
     def step(self) -> float:
         """Collective over all ranks. One optimizer step; the gradient norm."""
         self.check_present("params", "gradients", "optimizer")
-        self.ddp.zero_grad_buffer()
+        [ddp] = self.ddp
+        ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         for weight in self.weights():
             weight.main_grad.copy_(weight.detach().float().cos())
-        self.ddp.finish_grad_sync()
+        ddp.finish_grad_sync()
         norm = step_optimizer(self.optimizer, 1e-3, self.world.on_cpu)
         self.version += 1
         return norm
@@ -58,6 +63,6 @@ def draft_heads(actor: RoleModel, settings: Medusa, optim: Optim | None = None, 
     if optim is None:
         module.requires_grad_(False)
     else:
-        heads.ddp = wrap_for_training(module, distributed)
+        heads.ddp = (wrap_for_training(module, distributed),)
         heads.optimizer = build_optimizer(heads.ddp, optim, actor.dtype, actor.world.device)
     return heads

@@ -123,19 +123,13 @@ def compare_training(world: World, steps: int, share: bool, **arguments) -> list
     return [name for name in plain if not torch.equal(plain[name], offloaded[name])]
 
 
-def place_of(world: World) -> Place:
-    """This rank's place."""
-    grid = world.grid
-    return Place(grid.tensor, grid.pipeline, grid.stage, grid.copies, grid.copy_rank)
-
-
 def measured_and_predicted_bytes(
     world: World, language: str, value: str, dtype: str, distributed: bool
 ) -> list[tuple[str, RoleBytes, RoleBytes]]:
     """(role, bytes found, bytes predicted from config.json and the layout), for four roles and all kinds of draft heads on this rank."""
     actor, critic = actor_and_critic(world, language, value, dtype, distributed)
     frozen = [make_role(world, language, "language", dtype=dtype), make_role(world, value, "value", dtype=dtype)]
-    place = place_of(world)
+    place = Place.of(world.grid)
     results = []
     for model in (actor, critic, *frozen):
         trained = model.optimizer is not None
@@ -186,9 +180,10 @@ def parts_of_tensors(world: World, language: str, value: str, dtype: str, distri
         keys = [arena.key for arenas in state.arenas.values() for arena in arenas]
         if len(keys) != len(set(keys)):
             wrong.append("a storage is in two parts")
-        params = list(model.decoder.parameters())
-        buffers = [*model.ddp.buffers, *(bucket for group in model.ddp.bucket_groups for bucket in group.buckets)]
-        reachable = [*params, *model.decoder.buffers(), model.table.cos, model.table.sin]
+        params = list(model.params().values())
+        buckets = [bucket for ddp in model.ddp for group in ddp.bucket_groups for bucket in group.buckets]
+        buffers = [*model.buffers, *buckets]
+        reachable = [*model.weights()]
         reachable += [p.main_grad for p in params] + [b.grad_data for b in buffers]
         reachable += [getattr(p, "main_param", None) for p in params] + [b.param_data for b in buffers]
         for optimizer in torch_optimizers(model.optimizer):
@@ -269,7 +264,7 @@ def replaced_memory(world: World, language: str) -> str:
     residency = residency_of(world, [model])
     try:
         with residency.on_device(model.role, Part.PARAMS):
-            weight = next(model.decoder.parameters())
+            weight = next(iter(model.params().values()))
             weight.data = weight.data.clone()
     except RuntimeError as error:
         return str(error)
@@ -282,7 +277,7 @@ def numpy_view(world: World, language: str) -> str:
     residency = residency_of(world, [model])
     try:
         with residency.on_device(model.role, Part.PARAMS):
-            next(model.decoder.parameters()).detach().numpy()
+            next(iter(model.params().values())).detach().numpy()
         residency.all_off()
     except RuntimeError as error:
         return str(error)
@@ -345,7 +340,12 @@ def planned_settings(
     """Settings of a run with four roles and draft heads, and the directories of the four."""
     settings = Settings(
         trainer=Trainer(mode=mode, device="cpu", dtype="bf16"),
-        parallel=Parallel(tensor=world.grid.tensor, context=world.grid.context, pipeline=world.grid.pipeline),
+        parallel=Parallel(
+            tensor=world.grid.tensor,
+            context=world.grid.context,
+            pipeline=world.grid.pipeline,
+            virtual_pipeline=world.grid.virtual,
+        ),
         offload=Offload(share_host_copies=share),
         medusa=HEADS,
     )
@@ -355,7 +355,7 @@ def planned_settings(
 def small_host(world: World, language: str, value: str, available_bytes: int) -> str:
     """What is said where the host has `available_bytes` to give."""
     settings, paths = planned_settings(world, language, value)
-    sizes, visits = planned_bytes(settings, paths, place_of(world)), planned_visits(settings, paths)
+    sizes, visits = planned_bytes(settings, paths, Place.of(world.grid)), planned_visits(settings, paths)
     needs = host_needs(sizes, visits, 1, offload=True, on_cpu=True)
     try:
         refuse_small_host(world, needs, available_bytes)
@@ -368,7 +368,7 @@ def planned_and_taken(world: World, language: str, value: str, share: bool, mode
     """Bytes of host copies on this rank: by the plan, and as the Residency has them once all roles are built."""
     settings, paths = planned_settings(world, language, value, share, mode)
     sharing = world.grid.copies if share else 1
-    sizes, visits = planned_bytes(settings, paths, place_of(world)), planned_visits(settings, paths)
+    sizes, visits = planned_bytes(settings, paths, Place.of(world.grid)), planned_visits(settings, paths)
     needs = host_needs(sizes, visits, sharing, offload=True, on_cpu=False)
     residency = plan_residency(settings, paths, world)
     optim = OPTIM if settings.trainer.trains else None

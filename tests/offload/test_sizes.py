@@ -6,6 +6,7 @@ import pytest
 from ranks import Layout
 
 LAYOUTS = [Layout(), Layout(data=2), Layout(context=2), Layout(tensor=2), Layout(pipeline=2)]
+LAYOUTS += [Layout(pipeline=2, virtual=2, data=2)]
 
 
 # A tied and an untied model, with biases and with norms of queries and keys; each optimizer in each precision.

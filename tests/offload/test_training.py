@@ -16,6 +16,8 @@ CASES = [
     pytest.param(Layout(context=2), 3, "bf16", True, True, id="CP2-bf16-distributed-shared"),
     pytest.param(Layout(tensor=2), 3, "bf16", False, False, id="TP2-bf16-plain"),
     pytest.param(Layout(pipeline=2), 3, "bf16", True, False, id="PP2-bf16-distributed"),
+    pytest.param(Layout(pipeline=2, virtual=2), 3, "bf16", True, False, id="PP2xVP2-bf16-distributed"),
+    pytest.param(Layout(pipeline=2, virtual=2, data=2), 3, "bf16", True, True, id="PP2xVP2xDP2-bf16-distributed-shared"),
 ]
 
 

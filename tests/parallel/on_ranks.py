@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -11,10 +13,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_mc.parallel.attention import PackedAttention, pack_sequences
 from rlhf_mc.parallel.context import cut_sequences, exchange_numbers
 from rlhf_mc.parallel.logprobs import vocabulary_parallel_logprobs
+from rlhf_mc.parallel.reductions import all_reduce, reduce_in_rank_order, reduce_scatter_tensor
 from rlhf_mc.parallel.world import World
 
 
@@ -87,3 +91,77 @@ def exchanged(world: World, numbers: Tensor, slopes: Tensor, places: list[Tensor
     whole = exchange_numbers(mine, own, numbers.numel(), world.context)
     (slopes * whole).sum().backward()
     return whole.detach(), mine.grad
+
+
+@contextmanager
+def _in_rank_order(world: World, active: bool) -> Iterator[None]:
+    reduce_in_rank_order(active)
+    world.show_itself_to_megatron()
+    try:
+        yield
+    finally:
+        reduce_in_rank_order(False)
+
+
+def sum_over_the_world(world: World, parts: list[Tensor], in_rank_order: bool) -> Tensor:
+    """Of what each rank has, by rank."""
+    values = parts[world.rank].clone()
+    with _in_rank_order(world, in_rank_order):
+        all_reduce(values, group=world.copies_group)
+    return values
+
+
+def scatter_a_sum(world: World, parts: list[Tensor]) -> Tensor:
+    """This rank's share, written over its share of what it gave."""
+    values = parts[world.rank].clone()
+    share = values.chunk(world.size)[world.rank]
+    with _in_rank_order(world, True):
+        reduce_scatter_tensor(share, values, group=world.copies_group)
+    return share
+
+
+class _BackendSums(TorchDispatchMode):
+    """Counts sums of floating-point numbers over several ranks that torch's backend makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self._torchs = dist.all_reduce
+
+    def __enter__(self) -> _BackendSums:
+        dist.all_reduce = self._watched
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        dist.all_reduce = self._torchs
+        super().__exit__(*error)
+
+    def _watched(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **others: Any) -> Any:
+        self.count += op == dist.ReduceOp.SUM and tensor.is_floating_point() and dist.get_world_size(group) > 1
+        return self._torchs(tensor, op=op, group=group, **others)
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: tuple = (), keywords: dict | None = None) -> Any:
+        if "reduce_scatter" in str(function):
+            outputs, scattered = ([x] if isinstance(x, Tensor) else x for x in arguments[:2])
+            self.count += sum(x.numel() for x in outputs) < sum(x.numel() for x in scattered)
+        return function(*arguments, **keywords or {})
+
+
+def train_and_watch_sums(world: World, directory: str, distributed_optimizer: bool, in_rank_order: bool) -> dict[str, Any]:
+    """Two steps on a small batch: sums that were torch's, the last gradient norm, and the weights afterwards."""
+    from models.on_ranks import exported, make_role
+    from tiny_models import random_batch
+
+    from rlhf_mc.config import MicroBatch, Optim
+    from rlhf_mc.models.loss import Loss, LossSum
+    from rlhf_mc.models.passes import accumulate_gradients, update, zero_gradients
+
+    batch = random_batch([9, 13, 5, 20, 11])
+    loss = Loss(("loss",), lambda answers, _: LossSum(-answers.logprobs.sum() / 50, {"loss": -answers.logprobs.sum() / 50}))
+    with _in_rank_order(world, in_rank_order), _BackendSums() as sums:
+        model = make_role(world, directory, "language", Optim(lr=1e-2, eps=1e-3), distributed_optimizer=distributed_optimizer)
+        for _ in range(2):
+            zero_gradients(model)
+            accumulate_gradients(model, batch, "predicted", MicroBatch(tokens=25), loss)
+            grad_norm = update(model, 1e-2)
+    return {"backend_sums": int(sums.count), "grad_norm": grad_norm, "weights": exported(model)}

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rlhf_mc.parallel.attention import PackedAttention, group_by_length, pack_sequences
+from rlhf_mc.parallel import attention_calls
+from rlhf_mc.parallel.attention import PackedAttention, pack_sequences
+from rlhf_mc.parallel.attention_calls import group_by_length, padded_calls, ragged_calls
 from rlhf_mc.parallel.context import cut_sequences
 
 HEADS, KV_HEADS, HEAD_DIM, POSITIONS = 4, 2, 6, 64
@@ -114,3 +116,60 @@ def test_groups_bound_the_padding(lengths: list[int]) -> None:
     for group in groups:
         members = [lengths[index] for index in group]
         assert min(members) >= 0.75 * max(members) == 0.75 * members[0]
+
+
+def flash_attention(query, key, value, query_offsets, key_offsets, longest_query, longest_key, *, scale, window_size, enable_gqa):
+    """What torch.nn.attention.varlen computes on a GPU, row by row: the last query of a row is aligned with its last key."""
+    assert (query.size(1) != key.size(1)) == enable_gqa and window_size[1] == 0
+    assert (longest_query, longest_key) == (query_offsets.diff().max(), key_offsets.diff().max())
+    assert query_offsets.dtype == key_offsets.dtype == torch.int32
+    outputs = []
+    for row in range(query_offsets.numel() - 1):
+        q, k, v = (x[o[row] : o[row + 1]] for x, o in ((query, query_offsets), (key, key_offsets), (value, key_offsets)))
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+        distance = torch.arange(q.size(0))[:, None] + k.size(0) - q.size(0) - torch.arange(k.size(0))[None, :]
+        visible = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
+        weights = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(~visible, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("context", [1, 2, 3])
+def test_ragged_calls_ask_for_the_same_as_padded_ones(monkeypatch: pytest.MonkeyPatch, context: int, window: int | None) -> None:
+    """Output and gradients on each context rank; the kernel itself needs a GPU (the test below)."""
+    monkeypatch.setattr(attention_calls, "varlen_attn", flash_attention)
+    cut = cut_sequences(torch.tensor([9, 1, 4, 13, 2, 1]), context)
+    qkv = random_qkv(30)
+    for rank in range(context):
+        arguments = qkv[0][cut.held[rank]], *(x[cut.held.flatten()] for x in qkv[1:])
+
+        def of_rank(leaves: list[Tensor], calls: list) -> Tensor:
+            parts = [call.attend(*leaves, 0.3, window) for call in calls]
+            return torch.cat(parts)[torch.cat([call.tokens for call in calls]).argsort()]
+
+        ragged, padded = (with_gradients(of_rank, list(arguments), calls(cut, rank)) for calls in (ragged_calls, padded_calls))
+        torch.testing.assert_close(ragged, padded, rtol=1e-10, atol=1e-10)
+
+
+def test_a_ragged_call_moves_nothing_without_context_parallel() -> None:
+    [call] = ragged_calls(cut_sequences(torch.tensor([9, 1, 4])), 0)
+    assert call.queries.tokens is None and call.keys.tokens is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel is for CUDA")
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("context", [1, 2])
+def test_the_ragged_kernel_on_a_gpu(context: int, window: int | None) -> None:
+    """bfloat16 against float32 of the padded kernel."""
+    cut, device = cut_sequences(torch.tensor([90, 1, 40, 130, 20, 1]), context), torch.device("cuda")
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(282, heads, 64, generator=generator).bfloat16().to(device) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    for rank in range(context):
+        arguments = qkv[0][cut.held[rank]], *(x[cut.held.flatten()] for x in qkv[1:])
+        for ragged in ragged_calls(cut, rank):
+            out = ragged.to(device).attend(*arguments, 0.125, window).float()
+            exact = torch.zeros_like(qkv[0][cut.held[rank]].float())
+            for padded in padded_calls(cut, rank):
+                exact[padded.tokens] = padded.to(device).attend(*(x.float() for x in arguments), 0.125, window)
+            torch.testing.assert_close(out, exact[ragged.tokens], rtol=2e-2, atol=2e-2)

@@ -7,21 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_mc.config import MicroBatch
-from rlhf_mc.parallel.microbatches import PlannedMicrobatch, plan_microbatches
+from rlhf_mc.parallel.microbatches import PlannedMicrobatch, arrivals, plan_microbatches
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 RANKS = st.integers(1, 5)
 
 
-def check_shares(plan: list[list[PlannedMicrobatch]], num_sequences: int, num_ranks: int) -> None:
+def check_shares(plan: list[list[PlannedMicrobatch]], num_sequences: int, num_ranks: int, multiple: int = 1) -> None:
     """What holds under every budget."""
     real = [m.sequences for share in plan for m in share if not m.fill]
     assert sorted(s for sequences in real for s in sequences) == list(range(num_sequences)), "each sequence is in one micro-batch"
     assert all(sequences for sequences in real), "no micro-batch is empty"
     assert len(plan) == num_ranks
     counts = {len(share) for share in plan}
-    assert len(counts) == 1 and counts.pop() >= 1, "all ranks have the same number, at least one"
-    assert sum(m.fill for share in plan for m in share) < num_ranks, "no more fills than it takes"
+    count = counts.pop()
+    assert not counts and count >= 1 and count % multiple == 0, "all ranks have the same number, at least one"
+    assert sum(m.fill for share in plan for m in share) < num_ranks * multiple, "no more fills than it takes"
 
 
 def check_together(plan: list[list[PlannedMicrobatch]], together: int) -> None:
@@ -41,6 +42,16 @@ def test_by_tokens(lengths: list[int], num_ranks: int, tokens: int) -> None:
     plan = plan_microbatches(lengths, square_costs(lengths), MicroBatch(tokens=tokens), num_ranks)
     check_shares(plan, len(lengths), num_ranks)
     assert all(sum(lengths[s] for s in m.sequences) <= tokens for share in plan for m in share)
+
+
+@given(LENGTHS, RANKS, st.integers(40, 200), st.integers(2, 4))
+def test_in_rounds_of_an_interleaved_pipeline(lengths: list[int], num_ranks: int, tokens: int, multiple: int) -> None:
+    """Sequences are spread over what a round has room for; it is filled up only where there are too few of them."""
+    plan = plan_microbatches(lengths, square_costs(lengths), MicroBatch(tokens=tokens), num_ranks, multiple=multiple)
+    check_shares(plan, len(lengths), num_ranks, multiple)
+    assert all(sum(lengths[s] for s in m.sequences) <= tokens for share in plan for m in share)
+    num_places = sum(map(len, plan))
+    assert sum(m.fill for share in plan for m in share) == max(0, num_places - len(lengths))
 
 
 @given(LENGTHS, RANKS, st.integers(1, 12))
@@ -131,3 +142,15 @@ def test_fewer_sequences_than_stay_together_are_refused() -> None:
 def test_an_empty_batch_or_a_broken_pair_is_refused(lengths: list[int], together: int) -> None:
     with pytest.raises(ValueError, match=f"{len(lengths)} sequences"):
         plan_microbatches(lengths, [1.0] * len(lengths), MicroBatch(), 1, together)
+
+
+def test_what_arrives_of_a_plain_pipeline() -> None:
+    assert arrivals(3, pipeline=2, virtual=1, leads=False) == [0, 1, 2]
+    assert arrivals(3, pipeline=2, virtual=1, leads=True) == [], "there is no stage before the first"
+
+
+def test_what_arrives_of_an_interleaved_one() -> None:
+    """Two micro-batches go twice around, then the next two; the first stage has the first time around from nobody."""
+    assert arrivals(4, pipeline=2, virtual=2, leads=False) == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert arrivals(4, pipeline=2, virtual=2, leads=True) == [0, 1, 2, 3]
+    assert arrivals(4, pipeline=2, virtual=3, leads=True) == [0, 1, 0, 1, 2, 3, 2, 3]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -22,12 +22,14 @@ class Layout:
     tensor: int
     pipeline: int
     rollout: int
+    virtual: int = 1
 
     def __str__(self) -> str:
-        return f"TP{self.tensor}xPP{self.pipeline}->TP{self.rollout}"
+        return f"TP{self.tensor}xPP{self.pipeline}xVP{self.virtual}->TP{self.rollout}"
 
 
 REACHED = [Layout(1, 1, 1), Layout(2, 1, 1), Layout(2, 1, 2), Layout(2, 2, 1), Layout(2, 2, 2), Layout(4, 1, 2), Layout(4, 2, 2)]
+REACHED += [Layout(2, 2, 1, virtual=3), Layout(2, 2, 2, virtual=3)]
 EXCEEDED = [Layout(1, 2, 2), Layout(2, 2, 4), Layout(2, 3, 3)]
 
 
@@ -40,9 +42,9 @@ def shape(tied: bool, vocab: int = 32000, heads: int = 12) -> ModelShape:
 
 
 def plan_of(model: ModelShape, layout: Layout, bucket_bytes: int = BUCKET) -> ReshardPlan:
-    grid = RolloutGrid(TrainingGrid(layout.tensor * layout.pipeline, 0, layout.tensor, layout.pipeline), layout.rollout)
-    places = [(stage, rank) for stage in range(layout.pipeline) for rank in range(layout.tensor)]
-    held = [pieces_of(model, Shard.of(model, layout.tensor, rank, layout.pipeline, stage, False)) for stage, rank in places]
+    training = TrainingGrid(layout.tensor * layout.pipeline, 0, layout.tensor, layout.pipeline, virtual=layout.virtual)
+    grid, places = RolloutGrid(training, layout.rollout), [replace(training, rank=rank) for rank in training.model_ranks()]
+    held = [pieces_of(model, Shard.of(model, place, False)) for place in places]
     wanted = [engine_pieces(model, layout.rollout, shard) for shard in grid.shards_of_model()]
     return plan_reshard(held, wanted, hf_shapes(model, False), 2, bucket_bytes, layout.tensor, layout.rollout)
 

@@ -28,7 +28,7 @@ def _trained(path: str, grid: TrainingGrid) -> dict[str, Tensor]:
     """This rank's shard of the actor, by megatron's names, cut from the Hugging Face weights."""
     shape = read_shape(path, "actor.path")
     weights = AutoModelForCausalLM.from_pretrained(path).state_dict()
-    pieces = pieces_of(shape, Shard.of(shape, grid.tensor, grid.tensor_rank, grid.pipeline, grid.stage, value_head=False))
+    pieces = pieces_of(shape, Shard.of(shape, grid, value_head=False))
     params = _empty_engine(pieces, hf_shapes(shape, value_head=False))
     for piece in pieces:
         rows = weights[piece.name].narrow(piece.dim, piece.whole_start, piece.length)

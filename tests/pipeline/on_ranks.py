@@ -41,7 +41,7 @@ def _reshard(
     settings = Settings(trainer=Trainer(dtype="fp32"))
     actor = build_role(Role.ACTOR, "language", path, settings, world)
     grid = RolloutGrid(world.grid, rollout)
-    return plan_weight_sync(actor, grid, heads, bucket_bytes), dict(actor.decoder.named_parameters()), grid
+    return plan_weight_sync(actor, grid, heads, bucket_bytes), actor.params(), grid
 
 
 def sync(world: World, path: str, rollout: int, bucket_bytes: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rlhf_mc.pipeline.dispatch import Completion, SampleRequest
 from rlhf_mc.pipeline.engine import Step
 from rlhf_mc.pipeline.generation import RemoteGeneration
 from rlhf_mc.pipeline.server import EngineServer
-from rlhf_mc.tracking import Trace
+from rlhf_mc.tracking import StageClock, Trace
 
 
 @dataclass
@@ -62,7 +62,7 @@ def alone() -> dist.ProcessGroup:
 
 
 def serve(bridge: Bridge, engine: ScriptedEngine) -> threading.Thread:
-    server = EngineServer(engine, RolloutGrid.apart(1, 0, 1), reshard=None, control=Control(bridge), trace=Trace(0))
+    server = EngineServer(engine, RolloutGrid.apart(1, 0, 1), reshard=None, control=Control(bridge), clock=StageClock(), trace=Trace(0))
     thread = threading.Thread(target=server.serve, daemon=True)
     thread.start()
     return thread

@@ -21,6 +21,7 @@ LAYOUTS = [  # ordered by training layout, whose groups are then kept
     (Layout(tensor=2, pipeline=2), 1),
     (Layout(tensor=2, pipeline=2), 2),
     (Layout(tensor=2, pipeline=2), 4),
+    (Layout(tensor=2, pipeline=2, virtual=2), 2),
     (Layout(tensor=4), 2),
     (Layout(tensor=2, data=2), 1),
     (Layout(tensor=2, context=2), 2),
