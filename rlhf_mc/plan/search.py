@@ -59,6 +59,7 @@ class Found:
             "parallel.tensor": s.parallel.tensor,
             "parallel.context": s.parallel.context,
             "parallel.pipeline": s.parallel.pipeline,
+            "parallel.virtual_pipeline": s.parallel.virtual_pipeline,
             "trainer.recompute": s.trainer.recompute,
             "rollout.tensor_parallel": s.rollout.tensor_parallel,
             "rollout.kv_cache_gib": s.rollout.kv_cache_gib,
@@ -99,7 +100,10 @@ def _layouts(case: Case) -> Iterator[tuple[int, int, int]]:
 def choose(case: Case, tensor: int, context: int, pipeline: int) -> Found:
     """The best choices for these sizes."""
     settings = case.settings
-    parallel = replace(settings.parallel, tensor=tensor, context=context, pipeline=pipeline)
+    chunks = settings.parallel.virtual_pipeline
+    if pipeline == 1 or any(shape.num_layers % (pipeline * chunks) for shape in case.shapes.values()):
+        chunks = 1
+    parallel = replace(settings.parallel, tensor=tensor, context=context, pipeline=pipeline, virtual_pipeline=chunks)
     settings = replace(settings, parallel=parallel)
     over = 0
     for best in (_best_training, _best_scoring, _best_engine):
