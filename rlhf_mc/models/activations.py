@@ -61,12 +61,15 @@ class Tokens:
         keys = round((tokens + tokens // 2) * padding)
         return Tokens(held, -(-answers // context), round(held * padding), keys, keys, bias)
 
-
     @staticmethod
     def end_to_end(tokens: int, longest: int, answers: int, context: int = 1) -> Tokens:
-        """As `even`, for a kernel that takes sequences of any lengths end to end: no padding, and no masks."""
+        """As `even`, for a kernel that takes sequences of any lengths end to end: no padding, and no masks.
+
+        Without context ranks it takes v as a view of the linear layer's output, of which q, k and v then stay as they were, too: one
+        half more of keys and values; the output that it keeps is the one that the next linear layer does.
+        """
         even = Tokens.even(tokens, longest, answers, context)
-        return replace(even, masked_keys=0, bias=0)
+        return replace(even, keys=even.keys if context > 1 else tokens + tokens // 2, masked_keys=0, bias=0)
 
 
 @dataclass(frozen=True)

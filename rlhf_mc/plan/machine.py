@@ -99,7 +99,7 @@ class Assumptions:
     """What no sheet and no formula gives. Every plan prints these; measure them on your cluster, and put your figures in their place."""
 
     matmul_efficiency: float = 0.45  #: share of bf16 FLOP/s that passes of the trainer reach, attention included
-    masked_attention: float = 2.0  #: time of attention with a mask, as context ranks need it, over that of the plain causal kernel
+    masked_attention: float = 2.0  #: time of attention with a mask, as context ranks need it in fp32, over that of the causal kernel
     memory_efficiency: float = 0.7  #: share of the memory's bandwidth that decoding and optimizer steps reach
     link_efficiency: float = 0.75  #: share of a link's bandwidth that collectives and host copies reach
     eager_layer_seconds: float = 2e-4  #: engine, eager: a layer's kernels cannot start faster than this

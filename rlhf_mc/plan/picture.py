@@ -25,8 +25,8 @@ def _headline(plan: Plan) -> str:
     where = f"{machine.num_gpus} ranks on the CPU of one host"
     if machine.device is not None:
         where = (
-            f"{machine.num_gpus} x {machine.device.name} of {readable(machine.memory_bytes)} in {machine.num_nodes} nodes "
-            f"of {readable(machine.host_bytes)}"
+            f"{machine.num_gpus} x {machine.device.name} of {readable(machine.memory_bytes)}, nodes of {machine.gpus_per_node} with "
+            f"{readable(machine.host_bytes)} of host memory: {machine.num_nodes}"
         )
     rollout, work = case.settings.rollout, case.workload
     apart = f", {rollout.engine_ranks} ranks apart" if case.is_apart else ""
@@ -106,8 +106,8 @@ def times_table(plan: Plan) -> str:
         if found is not None and seconds:
             shares = {"tensor": found.tensor, "context": found.context, "pipeline": found.bubble, "data": found.data}
             why = ", ".join(f"{what} {part / seconds:.0%}" for what, part in shares.items() if part / seconds >= 0.005)
-        rows.append((name, f"{seconds:.3g}", f"{seconds / times.iteration:.0%}", why))
-    total = ("iteration", f"{times.iteration:.3g}", "", f"{times.samples_per_second:.3g} samples a second, by these assumptions")
+        rows.append((name, f"{seconds:.4g}", f"{seconds / times.iteration:.0%}", why))
+    total = ("iteration", f"{times.iteration:.4g}", "", f"{times.samples_per_second:.3g} samples a second, by these assumptions")
     return aligned([("stage", "seconds", "share", "of it spent on waiting for"), *rows, total])
 
 

@@ -59,6 +59,7 @@ class Found:
             "parallel.tensor": s.parallel.tensor,
             "parallel.context": s.parallel.context,
             "parallel.pipeline": s.parallel.pipeline,
+            "parallel.virtual_pipeline": s.parallel.virtual_pipeline,
             "trainer.recompute": s.trainer.recompute,
             "rollout.tensor_parallel": s.rollout.tensor_parallel,
             "rollout.kv_cache_gib": s.rollout.kv_cache_gib,
@@ -99,7 +100,10 @@ def _layouts(case: Case) -> Iterator[tuple[int, int, int]]:
 def choose(case: Case, tensor: int, context: int, pipeline: int) -> Found:
     """The best choices for these sizes."""
     settings = case.settings
-    parallel = replace(settings.parallel, tensor=tensor, context=context, pipeline=pipeline)
+    chunks = settings.parallel.virtual_pipeline
+    if pipeline == 1 or any(shape.num_layers % (pipeline * chunks) for shape in case.shapes.values()):
+        chunks = 1
+    parallel = replace(settings.parallel, tensor=tensor, context=context, pipeline=pipeline, virtual_pipeline=chunks)
     settings = replace(settings, parallel=parallel)
     over = 0
     for best in (_best_training, _best_scoring, _best_engine):
@@ -213,7 +217,7 @@ def search_table(case: Case, found: list[Found], most: int) -> str:
     lines = [f"{len(found)} ways to share out {case.machine.num_gpus} devices, of which {len(fitting)} fit; the fastest by prediction:"]
     for place, one in enumerate(fitting[:most], 1):
         times = Plan.of(one.case).times
-        lines.append(f"{place}. {times.samples_per_second:.3g} samples a second, {times.iteration:.3g} s an iteration: {layout_text(one)}")
+        lines.append(f"{place}. {times.samples_per_second:.3g} samples a second, {times.iteration:.4g} s an iteration: {layout_text(one)}")
         if one is not best:
             lines.append(f"   loses to 1: {why_slower(best, one)}")
     return "\n".join([*lines, "settings of 1:", "  " + " ".join(best.overrides())])

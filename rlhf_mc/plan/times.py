@@ -77,9 +77,11 @@ def pass_seconds(case: Case, stage: Stage) -> PassSeconds:
 
 
 def _attention_factor(case: Case) -> float:
-    """Of context ranks: the masked kernel, and pairs that it throws away: a chunk of 1/2c of a sequence sees a rectangle to its own end."""
+    """Of context ranks without the ragged kernel: a masked one, and pairs that it throws away, as a chunk of 1/2c of a sequence sees a
+    rectangle to its own end.
+    """
     context = case.settings.parallel.context
-    return 1.0 if context == 1 else case.assumed.masked_attention * (1 + 1 / (2 * context))
+    return 1.0 if context == 1 or case.has_ragged_kernel else case.assumed.masked_attention * (1 + 1 / (2 * context))
 
 
 def _steps(case: Case) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -153,6 +154,9 @@ def peak_of_schedule(world: World, directory: str, batch: SequenceBatch, recompu
     with torch.autograd.graph.saved_tensors_hooks(Kept, lambda saved: saved.tensor):
         accumulate_gradients(model, batch, "predicted", MicroBatch(tokens=None, sequences=1), loss)
     grid, shape, length = world.grid, model.shape, int(batch.lengths[0])
-    layers = Layers(shape, grid.tensor, shape.num_layers // grid.pipeline, grid.is_first_stage, grid.is_last_stage, False, 4, recompute)
+    num_layers = shape.num_layers // (grid.pipeline * grid.virtual)
+    layers = Layers(shape, grid.tensor, num_layers, grid.is_first_stage, grid.is_last_stage, False, 4, recompute)
     tokens = Tokens.even(length, length, length - 1)
-    return peak, in_flight(grid.stage, grid.pipeline, len(batch)) * saved_bytes(layers, tokens)
+    without_head = saved_bytes(replace(layers, is_last=False), tokens)
+    forwards = in_flight(grid.stage, grid.pipeline, len(batch), grid.virtual)
+    return peak, (forwards - 1) * without_head + saved_bytes(layers, tokens)

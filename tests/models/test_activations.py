@@ -35,6 +35,9 @@ def test_a_schedule_keeps_as_many_micro_batches_as_the_formula_says(ranks: RankP
     arguments = dict(directory=language_model("llama"), batch=random_batch([300] * 4), recompute="none")
     for rank, (counted, predicted) in enumerate(ranks.run("models.activations_on_ranks:peak_of_schedule", Layout(pipeline=2), **arguments)):
         assert predicted <= counted <= 1.01 * predicted, rank
+    interleaved = ranks.run("models.activations_on_ranks:peak_of_schedule", Layout(pipeline=2, virtual=2), **arguments)
+    for rank, (counted, predicted) in enumerate(interleaved):
+        assert 0.9 * counted <= predicted <= 1.1 * counted, (rank, counted, predicted)
 
 
 def test_micro_batches_in_flight() -> None:

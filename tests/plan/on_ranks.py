@@ -36,7 +36,11 @@ def settings_for(
     return Settings(
         trainer=Trainer(device="cpu", dtype=dtype, recompute=recompute),
         parallel=Parallel(
-            tensor=grid.tensor, context=grid.context, pipeline=grid.pipeline, distributed_optimizer=distributed
+            tensor=grid.tensor,
+            context=grid.context,
+            pipeline=grid.pipeline,
+            virtual_pipeline=grid.virtual,
+            distributed_optimizer=distributed,
         ),
         data=Data(max_prompt_tokens=1, prompts_per_iteration=8),
         rollout=Rollout(max_tokens=length - 1),

@@ -6,7 +6,7 @@ import pytest
 from ranks import Layout, RankPool
 from tiny_models import random_batch
 
-LAYOUTS = [Layout(), Layout(tensor=2), Layout(pipeline=2), Layout(data=2), Layout(tensor=2, pipeline=2)]
+LAYOUTS = [Layout(), Layout(tensor=2), Layout(pipeline=2), Layout(data=2), Layout(tensor=2, pipeline=2), Layout(pipeline=2, virtual=2)]
 # Tied and untied, biases, norms of queries and keys; both optimizers; both precisions.
 CASES = [("llama", "bf16", True), ("qwen2", "fp32", True), ("qwen3", "bf16", False)]
 
