@@ -184,7 +184,7 @@ def test_the_same_run_gives_the_same_bits(ranks: RankPool, language_model, layou
         assert all(torch.equal(weight, other["weights"][name]) for other in first), f"{name} differs between ranks"
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, pipeline=2), Layout(tensor=2, context=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, pipeline=2, virtual=2), Layout(tensor=2, context=2)], ids=str)
 def test_recomputing_changes_no_bit(ranks: RankPool, language_model, value_model, layout: Layout) -> None:
     """The backward computes with the same numbers as the forward did, in the same order; norms of q and k, and a value head, included."""
     for directory, head, dtype in [(language_model("qwen3"), "language", "fp32"), (value_model("llama"), "value", "bf16")]:
