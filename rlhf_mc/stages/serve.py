@@ -59,6 +59,9 @@ def serve(settings: Settings, job: Job) -> None:
         if bridge.is_over():
             raise Stopped from error
         raise
+    except Exception as error:
+        error.add_note(f"on rank {job.rank}, an engine's, in stage {clock.failed_in}")
+        raise
     finally:
         trace.write(Path(trainer.output_dir, "trace", f"rank{job.rank}.json"), job.rank)
     engine.close()  # after an error the process ends without it: an engine whose peers are gone may hang
