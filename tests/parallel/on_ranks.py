@@ -87,3 +87,8 @@ def exchanged(world: World, numbers: Tensor, slopes: Tensor, places: list[Tensor
     whole = exchange_numbers(mine, own, numbers.numel(), world.context)
     (slopes * whole).sum().backward()
     return whole.detach(), mine.grad
+
+
+def any_of_ranks(world: World, victim: int | None) -> bool:
+    """Whether any rank is the victim."""
+    return world.any_rank(world.rank == victim)
