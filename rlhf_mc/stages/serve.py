@@ -40,7 +40,7 @@ def serve(settings: Settings, job: Job) -> None:
     stops = stop_token_ids(actor, load_tokenizer(actor, trainer.trust_remote_code).eos_token_id)
     device = choose_device(trainer.device, job.local_rank)
     bridge = start_distributed(job, device)
-    StopRequest(bridge.is_over).listen()
+    StopRequest.that_listens(bridge.is_over)
     grid = RolloutGrid.apart(job.num_engines, job.rank - job.num_trainers, rollout.tensor_parallel)
     parallel = settings.parallel
     training = TrainingGrid(job.num_trainers, 0, parallel.tensor, parallel.pipeline, parallel.context)
