@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 _SECONDS_OF_THE_FIRST_RANK = 3.0
+_RANK = os.environ.get("RANK", "0")  # of the job; the environment says later which rank of its side this is
 
 
 def _die_with_parent() -> None:
@@ -151,7 +152,7 @@ def run_program(program: Program, work: Callable[[Settings], None], argv: list[s
 def end_with(error: Exception, program: Program = "train") -> None:
     """Prints the traceback with the rank, and ends the process. From any thread."""
     trace = "".join(traceback.format_exception(error))
-    _end(f"rlhf_mc: {program}: error on rank {os.environ.get('RANK', '0')}:\n{trace}", ERROR)
+    _end(f"rlhf_mc: {program}: error on rank {_RANK}:\n{trace}", ERROR)
 
 
 def _end(message: str, status: int) -> None:

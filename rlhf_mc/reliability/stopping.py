@@ -29,7 +29,7 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Whether this process was asked to stop. Never asked, until `listen` is called.
+    """Whether this process was asked to stop.
 
     is_over: whether the run has said that it is over, from any thread; a rank that only runs an engine then leaves at once.
     """
@@ -49,8 +49,14 @@ class StopRequest:
         """The signal's name; empty where none came."""
         return self._signal.name if self._signal is not None else ""
 
-    def listen(self) -> None:
+    @staticmethod
+    def that_listens(is_over: Callable[[], bool] = lambda: False) -> StopRequest:
         """From now on signals do not end this process, but are noted. Call it in the main thread, when all ranks have started."""
+        request = StopRequest(is_over)
+        request._listen()
+        return request
+
+    def _listen(self) -> None:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         for number in ASKING:

@@ -40,7 +40,7 @@ def serve(settings: Settings, job: Job) -> None:
     stops = stop_token_ids(actor, load_tokenizer(actor, trainer.trust_remote_code).eos_token_id)
     device = choose_device(trainer.device, job.local_rank)
     bridge = start_distributed(job, device)
-    StopRequest(bridge.is_over).listen()
+    StopRequest.that_listens(bridge.is_over)
     grid = RolloutGrid.apart(job.num_engines, job.rank - job.num_trainers, rollout.tensor_parallel)
     training = TrainingGrid.of(settings.parallel, job.num_trainers, 0)
     shape = read_shape(actor, "actor.path")
@@ -57,6 +57,9 @@ def serve(settings: Settings, job: Job) -> None:
     except BridgeError as error:
         if bridge.is_over():
             raise Stopped from error
+        raise
+    except Exception as error:
+        error.add_note(f"on rank {job.rank}, an engine's, in stage {clock.failed_in}")
         raise
     finally:
         trace.write(Path(trainer.output_dir, "trace", f"rank{job.rank}.json"), job.rank)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -287,6 +287,12 @@ def _say_mode(settings: Settings, tracker: Tracker) -> None:
         tracker.say(f"trainer.mode={mode}: {without[mode]}")
 
 
+def watchdog_of(settings: Settings, rank: int, clock: StageClock, trace: Trace, beat: Callable[[], None]) -> Watchdog:
+    """Of a rank that trains. beat: called as long as the rank lives."""
+    stacks = Path(settings.trainer.output_dir, "stacks", f"rank{rank:05d}.txt")
+    return Watchdog(settings.watchdog, rank, clock.waiting, trace.last, stacks, beat)
+
+
 @contextmanager
 def start_ppo(settings: Settings, job: Job) -> Iterator[Run]:
     """Collective over all ranks of the job, of which this is one that trains, once models, data and reward functions were checked.
@@ -305,8 +311,7 @@ def start_ppo(settings: Settings, job: Job) -> Iterator[Run]:
         functions = reward.functions if trainer.makes_experience else []
         pool = stack.enter_context(RewardPool(functions, reward.num_workers, reward.timeout_seconds, reward.max_error_rate, trace))
         world, bridge = join_job(settings, job)
-        stop = StopRequest()
-        stop.listen()
+        stop = StopRequest.that_listens()
         if trainer.generates and bridge is None:
             check_memory(rollout, RolloutGrid(world.grid, rollout.tensor_parallel))
         origin, hashes = _find_origin(settings, world)
@@ -322,8 +327,7 @@ def start_ppo(settings: Settings, job: Job) -> Iterator[Run]:
             sampler = stack.enter_context(_build_sampler(settings, roles[Role.ACTOR], bridge, sources, stops, trace))
             tracker.say(f"weight sync: {sampler.plan.explanation()}")
         clock = StageClock(world.device, trace)
-        stacks = Path(trainer.output_dir, "stacks", f"rank{world.rank:05d}.txt")
-        stack.enter_context(Watchdog(settings.watchdog, world.rank, clock.waiting, trace.last, stacks, tracker.beat))
+        stack.enter_context(watchdog_of(settings, world.rank, clock, trace, tracker.beat))
         # Closed first: after a failure, torchrun ends this rank soon, and an engine may hang.
         stack.callback(trace.write, Path(trainer.output_dir, "trace", f"rank{world.rank}.json"), world.rank)
         yield Run(

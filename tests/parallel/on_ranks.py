@@ -165,3 +165,8 @@ def train_and_watch_sums(world: World, directory: str, distributed_optimizer: bo
             accumulate_gradients(model, batch, "predicted", MicroBatch(tokens=25), loss)
             grad_norm = update(model, 1e-2)
     return {"backend_sums": int(sums.count), "grad_norm": grad_norm, "weights": exported(model)}
+
+
+def any_of_ranks(world: World, victim: int | None) -> bool:
+    """Whether any rank is the victim."""
+    return world.any_rank(world.rank == victim)

@@ -44,6 +44,11 @@ def test_sums_are_the_same_bits_on_every_rank(ranks: RankPool) -> None:
     torch.testing.assert_close(sums[0], values * 10)
 
 
+def test_all_ranks_learn_what_is_so_on_any(ranks: RankPool) -> None:
+    for victim, found in ((None, False), (0, True), (3, True)):
+        assert ranks.run("parallel.on_ranks:any_of_ranks", Layout(data=4), victim=victim) == [found] * 4
+
+
 @pytest.mark.parametrize(("tensor", "pipeline", "context"), [(3, 1, 1), (2, 4, 1), (0, 1, 1), (1, 0, 1), (2, 1, 4), (1, 1, 3), (1, 1, 0)])
 def test_ranks_that_cannot_be_divided_are_refused(tensor: int, pipeline: int, context: int) -> None:
     with pytest.raises(ConfigError, match="4 ranks"):

@@ -18,8 +18,7 @@ _RANK = """
 import os, sys, time
 from rlhf_mc.reliability import StopRequest
 time.sleep(0.5)  # until the other one is there
-stop = StopRequest(lambda: os.path.exists(sys.argv[1]))
-stop.listen()
+stop = StopRequest.that_listens(lambda: os.path.exists(sys.argv[1]))
 print("listens", flush=True)
 for _ in range(300):
     time.sleep(0.1)

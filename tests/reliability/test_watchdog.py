@@ -61,14 +61,14 @@ def test_the_limit_follows_what_was_measured() -> None:
 def test_stages_and_steps_are_signs_of_life() -> None:
     clock = StageClock()
     with clock.stage("make_experience"):
-        time.sleep(0.05)
+        time.sleep(0.4)
         with clock.stage("generate"):
-            assert clock.waiting().stages == ("make_experience", "generate") and clock.waiting().seconds < 0.04
-            time.sleep(0.1)
+            assert clock.waiting().stages == ("make_experience", "generate") and clock.waiting().seconds < 0.4
+            time.sleep(0.4)
+            assert clock.waiting().seconds >= 0.4
             clock.progress()
-            time.sleep(0.03)
             waiting = clock.waiting()
-            assert 0.03 <= waiting.seconds < 0.09 and 0.1 <= waiting.longest < 0.13 and waiting.place == "make_experience > generate"
+            assert waiting.seconds < 0.4 <= waiting.longest and waiting.place == "make_experience > generate"
     assert clock.waiting().place == "between stages"
     assert clock.failed_in == "between stages"
     with pytest.raises(ValueError), clock.stage("train"), clock.stage("train/inner"):
