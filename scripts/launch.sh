@@ -3,6 +3,7 @@
 # On one node --standalone takes a free port, so that launches at the same time never collide. On several (NNODES), the same command
 # runs on each: they find each other at MASTER_ADDR and MASTER_PORT (localhost, 29500), each with its NODE_RANK; or, where RDZV_ID names
 # the job, by c10d rendezvous, which numbers the nodes itself. LOG_DIR: where each rank's output goes, beside the terminal.
+# MAX_RESTARTS (0): how often torchrun starts all ranks again when one has failed; a run goes on from its newest checkpoint then.
 # Each rank gets its share of the cores: without OMP_NUM_THREADS torchrun gives it one.
 #
 # SIGTERM, SIGUSR1 and Ctrl-C ask the run to stop (docs/reliability.md). They reach the ranks by way of this shell and torchrun,
@@ -25,7 +26,7 @@ torchrun_options() {
         echo --standalone
     fi
     if [[ -n ${LOG_DIR:-} ]]; then echo --log-dir "$LOG_DIR" --tee 3; fi
-    echo --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout "${SHUTDOWN_SECONDS:-600}"
+    echo --max-restarts "${MAX_RESTARTS:-0}" --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout "${SHUTDOWN_SECONDS:-600}"
 }
 
 _scripts=$(dirname "${BASH_SOURCE[0]}")
