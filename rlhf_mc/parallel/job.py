@@ -120,7 +120,9 @@ def start_distributed(job: Job, device: torch.device) -> Bridge | None:
     os.environ.update(job.environment())
     store: dist.Store = dist.HashStore()
     if "MASTER_ADDR" in os.environ:
-        store, _, _ = next(rendezvous("env://", job.rank, job.size, timeout=_TIMEOUT))
+        served, _, _ = next(rendezvous("env://", job.rank, job.size, timeout=_TIMEOUT))
+        # torchrun keeps its store when it starts the ranks again; what dead ones wrote there would be taken for the addresses of these.
+        store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", served)
     if device.type == "cuda":
         for name, value in _FLIGHT_RECORDER.items():
             os.environ.setdefault(name, value)
