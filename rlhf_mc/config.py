@@ -218,6 +218,8 @@ class Reward:
     functions: list[RewardFunction] = field(default_factory=list)  #: one entry for each function
     num_workers: int = 1  #: worker processes that run the functions
     timeout_seconds: float = 10.0  #: time for one call; then its worker is killed
+    memory_gib: float | None = None  #: address space of a worker, libraries included; null: no limit
+    network: bool = True  #: false: workers cannot reach the network, where the host allows to take it away
     max_error_rate: float = 0.1  #: share of failed calls above which the run stops
     truncated: Literal["score", "penalise", "mask"] = "score"  #: what a response cut at rollout.max_tokens gets
     truncation_penalty: float = -1.0  #: what truncated=penalise adds to its score
@@ -225,6 +227,10 @@ class Reward:
     def check(self, key: str) -> None:
         _check(self.num_workers >= 1, f"{key}.num_workers: {self.num_workers} is not positive")
         _check(self.timeout_seconds > 0, f"{key}.timeout_seconds: {self.timeout_seconds} is not positive")
+        _check(
+            self.memory_gib is None or self.memory_gib > 0,
+            f"{key}.memory_gib: {self.memory_gib} is not positive; a worker takes about 0.2, null sets no limit",
+        )
         _check(0 <= self.max_error_rate <= 1, f"{key}.max_error_rate: {self.max_error_rate} must lie between 0 and 1")
         labels = [f.label for f in self.functions]
         repeated = sorted({x for x in labels if labels.count(x) > 1})

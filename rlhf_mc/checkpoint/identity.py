@@ -21,7 +21,7 @@ _FREE = (
     "trainer.recompute", "trainer.deterministic",
     "data.validation", "supervised", "guard", "watchdog", "wandb", "parallel", "offload", "pipeline", "rollout.placement", "rollout.engine_ranks",
     "rollout.tensor_parallel", "rollout.max_running_sequences", "rollout.kv_cache_gib", "rollout.enforce_eager", "rollout.dump",
-    "reward.num_workers", "reward.timeout_seconds", "reward.max_error_rate",
+    "reward.num_workers", "reward.timeout_seconds", "reward.memory_gib", "reward.network", "reward.max_error_rate",
     "actor.micro_batch", "actor.scoring_micro_batch", "critic.micro_batch", "critic.scoring_micro_batch",
     "reference.scoring_micro_batch", "reward_model.scoring_micro_batch",
 )  # fmt: skip

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rlhf_mc.config import ConfigError, RewardFunction
+from rlhf_mc.rewards.confinement import Confinement
 from rlhf_mc.rewards.interface import RewardError, RewardSample
 from rlhf_mc.rewards.process import Call, Outcome, WorkerProcess
 
@@ -102,10 +103,11 @@ class RewardPool:
         timeout_seconds: float = 10.0,
         max_error_rate: float = 0.1,
         trace: Trace | None = None,
+        confinement: Confinement = Confinement(),
     ) -> None:
         """Imports every function in every worker; ConfigError, with the traceback, where one cannot be used.
 
-        trace: gets each call, on the track rewards, a row for each worker.
+        trace: gets each call, on the track rewards, a row for each worker.  confinement: of every worker.
         """
         self.functions = functions
         self.max_error_rate = max_error_rate
@@ -113,7 +115,7 @@ class RewardPool:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._shown_faults: set[tuple[str, str]] = set()
         self._closed = False
-        self._workers = [WorkerProcess(functions, timeout_seconds) for _ in range(num_workers if functions else 0)]
+        self._workers = [WorkerProcess(functions, timeout_seconds, confinement) for _ in range(num_workers if functions else 0)]
         starts: list[Future[None]] = [Future() for _ in self._workers]
         # Daemon threads: a program that forgets close() must not wait at its end for samples that nobody will collect.
         self._threads = [

@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import rlhf_mc.rewards
 from rlhf_mc.config import RewardFunction
+from rlhf_mc.rewards.confinement import Confinement
 from rlhf_mc.rewards.interface import RewardError, RewardSample
 from rlhf_mc.rewards.protocol import receive, send
 
@@ -50,8 +51,9 @@ class Call:
 class WorkerProcess:
     """One process that has every reward function loaded. Its methods belong to one thread; only `kill` to any."""
 
-    def __init__(self, functions: list[RewardFunction], timeout_seconds: float) -> None:
+    def __init__(self, functions: list[RewardFunction], timeout_seconds: float, confinement: Confinement = Confinement()) -> None:
         self._functions = functions
+        self._confinement = confinement
         self._timeout_seconds = timeout_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
@@ -122,7 +124,12 @@ class WorkerProcess:
         self._ready = False
         self._import_deadline = time.monotonic() + IMPORT_TIMEOUT_SECONDS
         functions = [{"path": f.path, "arguments": f.arguments} for f in self._functions]
-        setup = {"parent": os.getpid(), "sys_path": [p or os.getcwd() for p in sys.path], "functions": functions}
+        setup = {
+            "parent": os.getpid(),
+            "sys_path": [p or os.getcwd() for p in sys.path],
+            "confinement": asdict(self._confinement),
+            "functions": functions,
+        }
         with suppress(EOFError):  # a worker that died at once is reported by _wait_ready
             send(self._channel, setup, self._import_deadline)
 
@@ -134,6 +141,8 @@ class WorkerProcess:
             raise RewardError(f"{paths} did not import within {IMPORT_TIMEOUT_SECONDS:g} s") from None
         except EOFError:
             raise RewardError(f"{self._ending()} while it imported the reward functions") from None
+        if "refused" in answer:
+            raise RewardError(answer["refused"])
         if "failed" in answer:
             raise RewardError(f"'{answer['failed']}' cannot be used:\n{answer['report']}")
         self._ready = True

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rlhf_mc.rewards.confinement import Confinement
 from rlhf_mc.rewards.interface import RewardSample, checked_reward, load_function
 from rlhf_mc.rewards.protocol import receive, send
 
@@ -54,6 +55,11 @@ def _serve(channel: socket.socket) -> None:
     if os.getppid() != setup["parent"]:  # it died before prctl, which then sends no signal
         raise EOFError
     sys.path[:] = setup["sys_path"]
+    try:
+        Confinement(**setup["confinement"]).enter()
+    except OSError as error:
+        send(channel, {"refused": error.strerror})
+        raise EOFError from error
     functions = []
     for wanted in setup["functions"]:
         try:

@@ -37,6 +37,7 @@ from rlhf_mc.pipeline.sampler import ColocatedSampler, Sampler, SeparateSampler
 from rlhf_mc.pipeline.schedule import Costs
 from rlhf_mc.pipeline.weight_sync import plan_sync_apart, plan_weight_sync, probe_sequence
 from rlhf_mc.reliability import Guard, StopAsked, StopRequest, Watchdog
+from rlhf_mc.rewards.confinement import Confinement
 from rlhf_mc.rewards.pool import RewardPool
 from rlhf_mc.rollout_files import BackgroundWriter, check_replay
 from rlhf_mc.stages.draft_heads import build_heads
@@ -309,7 +310,9 @@ def start_ppo(settings: Settings, job: Job) -> Iterator[Run]:
     trace = Trace(trainer.trace_iterations)
     with ExitStack() as stack:
         functions = reward.functions if trainer.makes_experience else []
-        pool = stack.enter_context(RewardPool(functions, reward.num_workers, reward.timeout_seconds, reward.max_error_rate, trace))
+        confinement = Confinement(None if reward.memory_gib is None else int(reward.memory_gib * 2**30), reward.network)
+        limits = reward.timeout_seconds, reward.max_error_rate
+        pool = stack.enter_context(RewardPool(functions, reward.num_workers, *limits, trace, confinement))
         world, bridge = join_job(settings, job)
         stop = StopRequest.that_listens()
         if trainer.generates and bridge is None:

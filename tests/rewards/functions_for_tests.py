@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -43,6 +44,10 @@ def obey(sample, spin_on="spin"):
     if sample.response == "leave a child":
         subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         time.sleep(60)
+    if sample.response == "take 8 GiB":
+        return float(len(bytearray(8 << 30)) > 0)
+    if sample.response == "connect":
+        socket.create_connection(("127.0.0.1", sample.row["port"]), timeout=2).close()
     if sample.response == "nan":
         return float("nan")
     if sample.response == "none":

@@ -4,6 +4,7 @@ import datetime
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from rlhf_mc.config import ConfigError, RewardFunction
+from rlhf_mc.rewards.confinement import Confinement
 from rlhf_mc.rewards.interface import RewardError, RewardSample
 from rlhf_mc.rewards.pool import RewardPool
 from rlhf_mc.rewards.process import Outcome
@@ -279,3 +281,26 @@ def test_workers_do_not_outlive_their_parent(end):
         parent.send_signal(signal.SIGKILL)
     parent.wait(timeout=10)
     assert gone_within(3, workers)
+
+
+def test_a_function_that_takes_more_memory_than_allowed_is_a_failed_call(caplog):
+    """The limit is the worker's own: the next sample is scored."""
+    result = scored(["take 8 GiB", "ok"], confinement=Confinement(memory_bytes=2 << 30))
+    assert result.outcomes == [Outcome.ERROR, Outcome.SCORED]
+    assert "MemoryError" in caplog.text
+
+
+def test_a_worker_without_network_reaches_nobody(caplog):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        asks = sample("connect", {"port": server.getsockname()[1]})
+        outcomes = []
+        for network in (True, False):
+            try:
+                pool = RewardPool([function("obey")], max_error_rate=1.0, confinement=Confinement(network=network))
+            except ConfigError as error:
+                assert not network and "set reward.network=true" in str(error)
+                pytest.skip("this host lets no process leave the network")
+            with pool:
+                outcomes += pool.score([asks]).functions[0].outcomes
+    assert outcomes == [Outcome.SCORED, Outcome.ERROR]
+    assert "unreachable" in caplog.text
