@@ -52,10 +52,11 @@ def plan_sync_apart(
 
     All copies of a shard take part in sending it. The same on every rank; no collective.
     """
-    shards = [shard for replica in range(engines.num_replicas) for shard in range(len(engines.ranks_of(replica)))]
+    shards = [shard for _ in range(engines.num_replicas) for shard in range(engines.tensor)]
+    wanted = [_wanted(shape, heads, engines, shard) for shard in range(engines.tensor)]
     return plan_reshard(
         held=[*_held(shape, heads, trainer, range(trainer.world_size)), *([] for _ in shards)],
-        wanted=[*([] for _ in range(trainer.world_size)), *(_wanted(shape, heads, engines, shard) for shard in shards)],
+        wanted=[*([] for _ in range(trainer.world_size)), *(wanted[shard] for shard in shards)],
         shapes=_shapes(shape, heads),
         element_bytes=element_bytes,
         bucket_bytes=bucket_bytes,
@@ -65,8 +66,15 @@ def plan_sync_apart(
 
 
 def _held(shape: ModelShape, heads: HeadsShape | None, grid: TrainingGrid, ranks: Iterable[int]) -> list[list[Piece]]:
-    """The pieces of the actor, and on the last stage of its heads, on each of these ranks."""
-    return [_held_at(shape, heads, replace(grid, rank=rank)) for rank in ranks]
+    """The pieces of the actor, and on the last stage of its heads, on each of these ranks; one list for the copies of a shard."""
+    of_shard: dict[tuple[int, int], list[Piece]] = {}
+    held = []
+    for place in (replace(grid, rank=rank) for rank in ranks):
+        shard = place.stage, place.tensor_rank
+        if shard not in of_shard:
+            of_shard[shard] = _held_at(shape, heads, place)
+        held.append(of_shard[shard])
+    return held
 
 
 def _held_at(shape: ModelShape, heads: HeadsShape | None, place: TrainingGrid) -> list[Piece]:
