@@ -73,7 +73,7 @@ class Reshard:
     def __init__(self, plan: ReshardPlan, wire: Wire, device: torch.device, dtype: torch.dtype) -> None:
         self.plan, self.wire, self.device, self.dtype = plan, wire, device, dtype
         self.rank = wire.rank
-        self._shares = [bucket.share(self.rank) for bucket in plan.buckets]
+        self._shares = list(plan.shares(self.rank))
         self._word = _common_word(plan, dtype.itemsize)
 
     @torch.no_grad()
@@ -186,7 +186,7 @@ class Reshard:
 
 def _common_word(plan: ReshardPlan, element_bytes: int) -> int:
     """Bytes of the widest integer of which every row of every block holds a whole number."""
-    rows = {numel * element_bytes for bucket in plan.buckets for numel in bucket.row_numels()}
+    rows = {numel * element_bytes for numel in plan.row_numels()}
     return next(word for word in _WORDS if all(row % word == 0 for row in rows))
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapreplace
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -111,18 +111,20 @@ class Bucket:
 
     def share(self, rank: int) -> Share:
         """What is `rank`'s business."""
-        mine = tuple(self._cut(block for block in self.uncut if block.source == rank or block.target == rank))
+        mine = tuple(self._cut(self.of_rank(rank)))
         return Share(
             local=tuple(block for block in mine if block.is_local),
             sends=tuple(block for block in mine if block.target != rank),
             receives=tuple(block for block in mine if block.source != rank),
         )
 
-    def row_numels(self) -> set[int]:
-        """Elements that lie side by side in a row, of all blocks."""
-        of_columns = {block.length for block in self.uncut if block.dim == len(block.dims) - 1}
-        cut = {end - start for start, end in map(self._bounds, of_columns) if end > start}
-        return cut | {block.dims[-1] for block in self.uncut if block.dim < len(block.dims) - 1}
+    def of_rank(self, rank: int) -> tuple[Block, ...]:
+        """The uncut blocks that are `rank`'s business."""
+        return tuple(block for block in self.uncut if block.source == rank or block.target == rank)
+
+    def lengths(self, uncut: Iterable[int]) -> set[int]:
+        """What lengths are cut to; without those of which nothing is in this part."""
+        return {end - start for start, end in map(self._bounds, uncut) if end > start}
 
     def _bounds(self, length: int) -> tuple[int, int]:
         return length * self.part // self.num_parts, length * (self.part + 1) // self.num_parts
@@ -153,6 +155,25 @@ class ReshardPlan:
     received: tuple[int, ...]
     sent: tuple[int, ...]
     apart: bool
+
+    def shares(self, rank: int) -> Iterator[Share]:
+        """One rank's part in each bucket."""
+        for parts in self._modules():
+            mine = parts[0].of_rank(rank)
+            yield from (replace(part, uncut=mine).share(rank) for part in parts)
+
+    def row_numels(self) -> set[int]:
+        """Elements that lie side by side in a row, of all blocks."""
+        found: set[int] = set()
+        for parts in self._modules():
+            columns = {block.length for block in parts[0].uncut if block.dim == len(block.dims) - 1}
+            found |= {block.dims[-1] for block in parts[0].uncut if block.dim < len(block.dims) - 1}
+            found |= set().union(*(part.lengths(columns) for part in parts))
+        return found
+
+    def _modules(self) -> Iterator[list[Bucket]]:
+        """The buckets that are parts of the same blocks, together: what these blocks have in common is looked for once."""
+        return (list(parts) for _, parts in groupby(self.buckets, key=lambda bucket: id(bucket.uncut)))
 
     @property
     def bound(self) -> float:

@@ -12,13 +12,14 @@ from rlhf_mc.offload.text import aligned
 from rlhf_mc.recipe import load_settings
 
 _SIZES = (8, 64, 256, 1024)
+_REPEATS = 3  # the least counts: Python's garbage collector falls now into one part, now into another
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rlhf_mc.rehearsal", description="Plans a job as its ranks would, without them.")
     parser.add_argument("--config", required=True, metavar="FILE", help="recipe, YAML")
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks of the job")
-    parser.add_argument("--rank", type=int, nargs="+", metavar="R", help="those to build in full (default: first, middle, last)")
+    parser.add_argument("--rank", type=int, action="append", metavar="R", help="one to build in full; again for more (default: first, middle, last)")
     parser.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="which ranks share a host (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the recipe")
     return parser
@@ -35,14 +36,18 @@ def _sizes(settings: Settings, size: int) -> list[int]:
 
 
 def _growth(settings: Settings, sizes: Sequence[int], ranks_per_node: int) -> str:
-    """Seconds of each part by the size of the job, on its rank in the middle."""
+    """Processor seconds of each part by the size of the job, on the last rank that trains."""
     from rlhf_mc.rehearsal.rehearse import rehearse_rank
 
-    watches = [rehearse_rank(settings, size, size // 2, ranks_per_node).watch for size in sizes]
+    def measured(size: int) -> dict[str, float]:
+        last = settings.num_trainer_ranks("train", size) - 1
+        watches = [rehearse_rank(settings, size, last, ranks_per_node).watch for _ in range(_REPEATS)]
+        return {name: min(watch.seconds[name] for watch in watches) for name in watches[0].seconds}
+
+    found = [measured(size) for size in sizes]
     rows = [("part, seconds on one rank", *(f"{size:,} ranks" for size in sizes), "growth")]
-    for name in watches[-1].seconds:
-        rows.append((name, *_figures([watch.seconds.get(name, 0.0) for watch in watches])))
-    return aligned([*rows, ("all", *_figures([watch.total for watch in watches]))])
+    rows += [(name, *_figures([seconds[name] for seconds in found])) for name in found[0]]
+    return aligned([*rows, ("all", *_figures([sum(seconds.values()) for seconds in found]))])
 
 
 def _figures(seconds: Sequence[float]) -> list[str]:
@@ -59,7 +64,8 @@ def _rehearse(arguments: argparse.Namespace) -> int:
     check_rehearsable(settings, size)
     rehearse_rank(settings, size, 0, per_node)  # what libraries load when first used is not the control plane's
     smallest = smallest_size(settings)
-    print(f"the smallest job of this layout has {smallest} ranks" if smallest > _SIZES[0] else "")
+    if smallest > _SIZES[0]:
+        print(f"the smallest job of this layout has {smallest} ranks")
     print(_growth(settings, _sizes(settings, size), per_node))
     ranks = arguments.rank or sorted({0, size // 2, size - 1})
     rehearsed = [rehearse_rank(settings, size, rank, per_node) for rank in ranks]

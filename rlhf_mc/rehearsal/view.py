@@ -94,9 +94,8 @@ def _part_of(
     plan: ReshardPlan, ranks: list[int], rank: int, shape: ModelShape, heads: HeadsShape | None, grid: RolloutGrid | None
 ) -> SyncPart:
     position = ranks.index(rank)
-    shares = tuple(bucket.share(position) for bucket in plan.buckets)
     wanted = () if grid is None else tuple(wanted_pieces(shape, heads, grid, grid.tensor_rank))
-    return SyncPart(tuple(ranks), position, shares, wanted, synced_shapes(shape, heads), plan.received)
+    return SyncPart(tuple(ranks), position, tuple(plan.shares(position)), wanted, synced_shapes(shape, heads), plan.received)
 
 
 def _rollout_of(settings: Settings, size: int, grid: TrainingGrid, workload: Workload) -> Rollout:

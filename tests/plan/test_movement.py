@@ -24,7 +24,7 @@ def test_a_sync_receives_what_the_plan_of_blocks_says(tensor: int, pipeline: int
     case = replace(case, shapes=dict.fromkeys(case.shapes, shape))
     training = TrainingGrid(tensor * pipeline, 0, tensor, pipeline)
     grid = RolloutGrid(training, rollout)
-    held = [pieces_of(shape, Shard.of(shape, tensor, rank % tensor, pipeline, rank // tensor, False)) for rank in training.model_ranks()]
+    held = [pieces_of(shape, Shard.of(shape, replace(training, rank=rank), False)) for rank in training.model_ranks()]
     wanted = [engine_pieces(shape, rollout, shard) for shard in grid.shards_of_model()]
     plan = plan_reshard(held, wanted, hf_shapes(shape, False), 2, 64 << 20, tensor, rollout)
     assert sync_received(case) == pytest.approx(max(plan.received), rel=0.02, abs=plan.model_bytes / 1000)
