@@ -105,7 +105,7 @@ _VIEW = _TorchForCpu()
 
 
 def show_cpu_to_megatron(device: torch.device = _CPU) -> None:
-    """Gives every loaded megatron module the view in which `device` is the GPU. Call again after importing more of megatron; it is idempotent."""
+    """Gives every loaded megatron module the view in which `device` is the GPU. Again after importing more of megatron; idempotent."""
     _VIEW.cuda.stands_in = device
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.") and getattr(module, "torch", None) is torch:

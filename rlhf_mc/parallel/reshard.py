@@ -300,9 +300,9 @@ def _covering(pieces: list[Piece], at: int) -> Piece | None:
 def _blocks(
     wanted: Piece, target: int, own: list[Piece], holders: list[_Holder], whole: tuple[int, ...]
 ) -> Iterator[tuple[Block, _Holder | None]]:
-    """`wanted`, cut where its sender changes, each block with who sends it (None: the target has it). Foreign rows end where own ones begin.
+    """`wanted`, cut where its sender changes, each block with who sends it (None: the target has it).
 
-    The sender must be charged with a block before the next one is asked for.
+    Foreign rows end where own ones begin. The sender must be charged with a block before the next one is asked for.
     """
     at = wanted.whole_start
     while at < wanted.whole_end:

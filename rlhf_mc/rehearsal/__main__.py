@@ -1,4 +1,4 @@
-"""python -m rlhf_mc.rehearsal --config FILE --ranks N [--rank R ...] [section.key=value ...]: a job of N ranks, rehearsed in this process."""
+"""python -m rlhf_mc.rehearsal --config FILE --ranks N [--rank R ...] [section.key=value ...]: a job of N ranks, in this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rlhf_mc.rehearsal", description="Plans a job as its ranks would, without them.")
     parser.add_argument("--config", required=True, metavar="FILE", help="recipe, YAML")
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks of the job")
-    parser.add_argument("--rank", type=int, action="append", metavar="R", help="one to build in full; again for more (default: first, middle, last)")
+    which = "one to build in full; again for more (default: first, middle, last)"
+    parser.add_argument("--rank", type=int, action="append", metavar="R", help=which)
     parser.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="which ranks share a host (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the recipe")
     return parser

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from rlhf_mc.models.roles import Role
 from rlhf_mc.offload.minimum import RoleBytes, Route
 from rlhf_mc.offload.text import readable
-from rlhf_mc.models.roles import Role
 from rlhf_mc.parallel.microbatches import PlannedMicrobatch
 from rlhf_mc.parallel.reshard import Block, Piece, Share, Shapes
 
@@ -67,7 +67,7 @@ def wrong_received(shares: Mapping[int, Sequence[Share]], received: Sequence[int
             yield f"weight sync: position {position} receives {readable(counted)}, planned are {readable(received[position])}"
 
 
-def wrong_passes(name: str, plan: Sequence[Sequence[PlannedMicrobatch]], num_sequences: int | None, multiple: int) -> Iterator[str]:
+def wrong_passes(name: str, plan: Sequence[Sequence[PlannedMicrobatch]], num_sequences: int, multiple: int) -> Iterator[str]:
     """Micro-batches of one pass: as many on every data-parallel rank, a multiple of `multiple`; each sequence once, fills aside.
 
     num_sequences: those numbered from 0 on are all there.
@@ -101,7 +101,10 @@ def different(what: str, by_rank: Mapping[int, Any]) -> Iterator[str]:
             yield f"{what}: rank {rank} has another one than rank {first}"
 
 
-def wrong_groups(groups: Mapping[int, Mapping[str, tuple[int, ...]]], expected: Mapping[int, Mapping[str, tuple[int, ...]]]) -> Iterator[str]:
+Groups = Mapping[str, tuple[int, ...]]
+
+
+def wrong_groups(groups: Mapping[int, Groups], expected: Mapping[int, Groups]) -> Iterator[str]:
     """Process groups: as the grid has them, with this rank in them, and the same for each of their members that is known."""
     for rank, named in groups.items():
         for name, ranks in named.items():

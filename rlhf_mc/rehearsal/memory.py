@@ -1,4 +1,4 @@
-"""What one rank builds: process groups of torch's fake backend, models and optimizers on the meta device, and an iteration of their moves."""
+"""What one rank builds: fake process groups, models and optimizers on the meta device, and an iteration of their moves."""
 
 from __future__ import annotations
 

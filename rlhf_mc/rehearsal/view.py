@@ -52,7 +52,10 @@ class Rollout:
 
 @dataclass(frozen=True)
 class View:
-    """rank: of the job.  rollout, passes: None and empty on a rank that only runs an engine; passes: micro-batches by data-parallel rank."""
+    """rank: of the job.  rollout, passes: None and empty on a rank that only runs an engine.
+
+    passes: micro-batches by data-parallel rank.
+    """
 
     rank: int
     sync: SyncPart

@@ -19,13 +19,16 @@ from rlhf_mc.rehearsal.view import View
 CONFIGS = Path(__file__).resolve().parents[2] / "scripts" / "configs"
 TINY = ["parallel.tensor=2", "parallel.pipeline=2", "rollout.tensor_parallel=1", "data.max_prompt_tokens=64", "rollout.max_tokens=128"]
 TINY += [f"{role}.scoring_micro_batch.tokens=256" for role in ("actor", "critic", "reference", "reward_model")]
-TINY += ["actor.micro_batch.tokens=256", "critic.micro_batch.tokens=256", "rollout.samples_per_prompt=2", "data.prompts_per_iteration=32", "algorithm.mini_batch_sequences=32"]
+TINY += ["actor.micro_batch.tokens=256", "critic.micro_batch.tokens=256", "rollout.samples_per_prompt=2"]
+TINY += ["data.prompts_per_iteration=32", "algorithm.mini_batch_sequences=32"]
+PLAIN = ["parallel.distributed_optimizer=false", "trainer.dtype=fp32"]
+VIRTUAL = ["parallel.virtual_pipeline=2", "parallel.context=2"]
 # Chunks of layers, context ranks, draft heads, tied and untied; engines apart; models that stay; the plain optimizer; two engines a copy.
 LAYOUTS = [
     ("llama", 64, []),
-    ("qwen2", 64, ["parallel.virtual_pipeline=2", "parallel.context=2", "medusa.enabled=true", "medusa.num_heads=2", "rollout.tensor_parallel=2"]),
+    ("qwen2", 64, [*VIRTUAL, "medusa.enabled=true", "medusa.num_heads=2", "rollout.tensor_parallel=2"]),
     ("qwen3", 48, ["rollout.placement=separate", "rollout.engine_ranks=16", "offload.share_host_copies=false"]),
-    ("llama", 8, ["offload.enabled=false", "offload.share_host_copies=false", "parallel.distributed_optimizer=false", "trainer.dtype=fp32"]),
+    ("llama", 8, ["offload.enabled=false", "offload.share_host_copies=false", *PLAIN]),
 ]
 
 
@@ -89,6 +92,10 @@ def fewer(plan: list) -> list:
     return [plan[0][:-1], *plan[1:]]
 
 
+def fewer_samples(hands: list) -> list:
+    return [hands[0][1:], *hands[1:]]
+
+
 VIEW_FAULTS = [
     (lambda view: with_sync(view, lambda shares: without_a_slice(shares, "sends")), "weight sync: in bucket"),
     (lambda view: with_sync(view, lambda shares: without_a_slice(shares, "receives")), "weight sync: position"),
@@ -97,7 +104,7 @@ VIEW_FAULTS = [
     (lambda view: with_sync(view, lambda shares: shares[:-1]), "buckets"),
     (lambda view: with_pass(view, "train actor 0.0", fewer), "collectives would hang"),
     (lambda view: with_pass(view, "score critic", lambda plan: plan[::-1]), "micro-batches: rank"),
-    (lambda view: replace(view, rollout=replace(view.rollout, hands=[view.rollout.hands[0][1:], *view.rollout.hands[1:]])), "not dealt once"),
+    (lambda view: replace(view, rollout=replace(view.rollout, hands=fewer_samples(view.rollout.hands))), "not dealt once"),
 ]
 
 
