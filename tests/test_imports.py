@@ -21,7 +21,7 @@ ROWS = [
     {"pipeline"},
     {"launch", "plan", "checkpoint"},
     {"stages"},
-    {"train", "main", "export_checkpoint"},
+    {"train", "main", "export_checkpoint", "rehearsal"},
 ]
 SETTINGS_AND_RECORDS = {"config", "contradictions", "config_keys", "recipe", "batch"}
 SIDE_ROOMS = {"data", "rewards", "rollout_files", "tracking", "reliability"}  # import settings and records only; the last three rows may import them

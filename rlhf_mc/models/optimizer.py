@@ -80,7 +80,7 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=ddp[0].ddp_config.use_distributed_optimizer,
     )
-    with cpu_tensors_pass_for_cuda(device.type == "cpu"):
+    with cpu_tensors_pass_for_cuda(device.type != "cuda"):
         optimizer = get_megatron_optimizer(config, list(ddp), use_gloo_process_groups=False)
     for group in optimizer.param_groups:
         # megatron leaves this to its own learning-rate scheduler: no decay of norms and biases.

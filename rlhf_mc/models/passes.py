@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,16 +20,35 @@ from torch import Tensor
 from rlhf_mc.batch import SequenceBatch
 from rlhf_mc.config import MicroBatch
 from rlhf_mc.models.heads import PLAIN, Sampling, TokenLogprobs
+from rlhf_mc.models.hf_config import ModelShape
 from rlhf_mc.models.loss import Loss, LossSum
 from rlhf_mc.models.optimizer import step_optimizer
-from rlhf_mc.models.role import Resident, RoleModel
+from rlhf_mc.models.role import Head, Resident, RoleModel
 from rlhf_mc.parallel.attention_calls import has_ragged_kernel
 from rlhf_mc.parallel.context import Context, exchange_numbers
-from rlhf_mc.parallel.microbatches import plan_microbatches
+from rlhf_mc.parallel.grids import TrainingGrid
+from rlhf_mc.parallel.microbatches import PlannedMicrobatch, plan_microbatches
 from rlhf_mc.parallel.packing import Asked, PackedBatch, PackedMicrobatch
 from rlhf_mc.parallel.stage_wire import StageWire
 
 HandOver = Callable[[Tensor, PackedMicrobatch], None]
+
+
+def plan_pass(
+    shape: ModelShape,
+    head: Head,
+    grid: TrainingGrid,
+    lengths: Sequence[int],
+    answers: Sequence[int],
+    budget: MicroBatch,
+    together: int = 1,
+) -> list[list[PlannedMicrobatch]]:
+    """No collective. The micro-batches of one pass, by data-parallel rank; the same on every rank.
+
+    lengths: tokens of each sequence.  answers: how many numbers are asked of it.
+    """
+    costs = shape.sequence_cost(head == "language", grid.pipeline).of(lengths, answers)
+    return plan_microbatches(lengths, costs, budget, grid.data, together, grid.microbatch_multiple)
 
 
 def _run_schedule(
@@ -42,8 +61,7 @@ def _run_schedule(
     """
     world, grid = model.world, model.world.grid
     lengths = packed_batch.batch.lengths.tolist()
-    costs = model.shape.sequence_cost(model.head == "language", grid.pipeline).of(lengths, packed_batch.counts.tolist())
-    plan = plan_microbatches(lengths, costs, budget, grid.data, together, grid.microbatch_multiple)[grid.data_rank]
+    plan = plan_pass(model.shape, model.head, grid, lengths, packed_batch.counts.tolist(), budget, together)[grid.data_rank]
     ragged = has_ragged_kernel(world.device, model.dtype)
     microbatches = (packed_batch.pack(p, grid.tensor, model.table, world.device, world.context, ragged) for p in plan)
     rows = [packed_batch.num_tokens(p, grid.tensor * grid.context) // (grid.tensor * grid.context) for p in plan]

@@ -155,22 +155,33 @@ class RoleModel(Resident):
 
 def build_role(role: Role, head: Head, path: str, settings: Settings, world: World, optim: Optim | None = None) -> RoleModel:
     """Collective over all ranks. The role's model with the weights at `path`; trained where `optim` is given, else frozen."""
+    model = empty_role(role, head, path, settings, world, trained=optim is not None)
+    load_hf_weights(model.params(), model.shape, Shard.of(model.shape, world.grid, head == "value"), path, f"{role.value}.path")
+    if optim is not None:
+        start_training(model, settings, optim)
+    return model
+
+
+def empty_role(role: Role, head: Head, path: str, settings: Settings, world: World, trained: bool) -> RoleModel:
+    """No collective. The role's model, its weights not yet set, in the shape of the config.json at `path`."""
     key = f"{role.value}.path"
     shape = read_shape(path, key)
     shape.check_layout(settings.parallel, key)
     dtype = DTYPES[settings.trainer.dtype]
     is_value = head == "value"
-    recompute = "none" if optim is None else settings.trainer.recompute
+    recompute = settings.trainer.recompute if trained else "none"
     chunks = build_chunks(shape, world.grid, dtype, world.device, shape.tied and not is_value, recompute)
     table = rotary_table(shape, settings.longest_sequence, world.device, key)
     model = RoleModel(role=role, head=head, source=path, shape=shape, world=world, chunks=chunks, table=table)
     if is_value and world.grid.is_last_stage:
         with world.device:
             model.last_chunk.output_layer = ValueHead(shape.hidden, model.config.sequence_parallel)
-    load_hf_weights(model.params(), shape, Shard.of(shape, world.grid, is_value), path, key)
     for chunk in chunks:
-        chunk.requires_grad_(optim is not None).train(optim is not None)
-    if optim is not None:
-        model.ddp = tuple(wrap_for_training(chunk, settings.parallel.distributed_optimizer) for chunk in chunks)
-        model.optimizer = build_optimizer(model.ddp, optim, dtype, world.device)
+        chunk.requires_grad_(trained).train(trained)
     return model
+
+
+def start_training(model: RoleModel, settings: Settings, optim: Optim) -> None:
+    """Collective over all ranks. Gives a model, whose weights are there, its gradient buckets and its optimizer."""
+    model.ddp = tuple(wrap_for_training(chunk, settings.parallel.distributed_optimizer) for chunk in model.chunks)
+    model.optimizer = build_optimizer(model.ddp, optim, model.dtype, model.world.device)

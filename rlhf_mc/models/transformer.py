@@ -161,7 +161,7 @@ def build_chunks(
     """
     config, num_chunks = transformer_config(shape, grid, dtype, recompute), grid.pipeline * grid.virtual
     spec = TransformerBlockSubmodules(layer_specs=[layer_spec(shape)] * (shape.num_layers // num_chunks), layer_norm=RMSNorm)
-    with device, cpu_tensors_pass_for_cuda(device.type == "cpu"):
+    with device, cpu_tensors_pass_for_cuda(device.type != "cuda"):
         chunks = tuple(
             Decoder(
                 config=config,

@@ -18,16 +18,20 @@ class HostBuffer:
 
     For a GPU the pages are locked in place (cudaHostRegister), which keeps the exact size; torch's pinned allocator would
     round up to a power of two. Where locking fails, copies go through pageable memory, and a warning states the price.
+    For the meta device there is no memory: the buffer has its size only.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, owner: str) -> None:
         self.num_bytes = num_bytes
+        self.locked = False
+        if device.type == "meta":
+            self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            return
         # Private, because the kernel gives huge pages to private memory only; with small ones a copy is half as fast on CPU.
         self._map = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)[:num_bytes]
-        self.locked = False
         if device.type == "cuda" and num_bytes:
             bind_to_node(self.address, num_bytes, node_of_device(device))
             self._lock(owner)

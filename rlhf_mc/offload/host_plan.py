@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from rlhf_mc.config import ConfigError, Settings
 from rlhf_mc.models.roles import Role
 from rlhf_mc.offload.ledger import Ledger
@@ -19,7 +21,6 @@ from rlhf_mc.parallel.world import World
 
 if TYPE_CHECKING:
     from rlhf_mc.tracking import Trace
-
 
 
 def refuse_small_host(world: World, needs: Counter[str], available_bytes: int) -> None:
@@ -50,6 +51,14 @@ def plan_residency(settings: Settings, paths: Mapping[Role, str], world: World, 
     visits = planned_visits(settings, paths)
     needs = host_needs(planned_bytes(settings, paths, Place.of(world.grid)), visits, sharing, offload.enabled, world.on_cpu)
     refuse_small_host(world, needs, available_host_bytes())
+    return residency_of(settings, paths, world, shared_by, trace)
+
+
+def residency_of(
+    settings: Settings, paths: Mapping[Role, str], world: World, shared_by: dist.ProcessGroup | None, trace: Trace | None = None
+) -> Residency:
+    """No collective. The Residency for these roles, still without any of them. shared_by: see neighbours.py."""
+    offload = settings.offload
     budget = offload.device_budget_gib
     return Residency(
         world,
@@ -58,6 +67,6 @@ def plan_residency(settings: Settings, paths: Mapping[Role, str], world: World, 
         enabled=offload.enabled,
         device_budget_bytes=None if budget is None else int(budget * 2**30),
         shared_by=shared_by,
-        schedule=visits,
+        schedule=planned_visits(settings, paths),
         trace=trace,
     )

@@ -1,7 +1,7 @@
 """Lanes: queues of copies that run beside the computation, one for each direction.
 
 A lane takes copies in order and runs them in order. On a GPU it is a stream; on CPU it is a thread, so that copies in
-flight are as real there, and so are the faults of those who do not wait for them.
+flight are as real there, and so are the faults of those who do not wait for them. Of the meta device there are no bytes to copy.
 """
 
 from __future__ import annotations
@@ -143,9 +143,33 @@ class StreamLane:
             self._trace.ran(copied.job, time_of.of(copied.start), time_of.of(copied.end))
 
 
+class _NoCopy:
+    def finish(self) -> float:
+        return 0.0
+
+    def before_compute(self) -> None:
+        pass
+
+
+class MetaLane:
+    """Checks that a copy could be made, and makes none."""
+
+    def copy(self, target: Tensor, source: Tensor, labels: Labels) -> Copied:
+        """See Lane. Raises ValueError where the sizes differ."""
+        if target.nbytes != source.nbytes:
+            raise ValueError(f"{' '.join(labels.values())}: {source.nbytes} bytes do not fill {target.nbytes}")
+        return _NoCopy()
+
+    def zero(self, target: Tensor, labels: Labels) -> Copied:
+        """See Lane."""
+        return _NoCopy()
+
+
 def lanes(device: torch.device, trace: Trace | None = None) -> tuple[Lane, Lane]:
     """(towards the host, towards the device)"""
     out, back = LaneTrace(trace, "copies/out"), LaneTrace(trace, "copies/in")
     if device.type == "cuda":
         return StreamLane(device, out), StreamLane(device, back)
+    if device.type == "meta":
+        return MetaLane(), MetaLane()
     return HostLane(out), HostLane(back)

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlhf_mc.parallel.reshard import Block, ReshardPlan
+from rlhf_mc.parallel.reshard import Block, ReshardPlan, Share
 from rlhf_mc.parallel.wire import Message, Pending, Wire
 
 _DIRECT_BYTES = 1 << 20  # measured: smaller messages cost more than to pack them on one side and unpack them on the other
@@ -48,28 +48,6 @@ class NoPlaces:
         """Nothing to do."""
 
 
-@dataclass(frozen=True)
-class _Share:
-    """This rank's part in one bucket: blocks to copy, to send and to receive, the latter two in the same order on both ends."""
-
-    local: tuple[Block, ...]
-    sends: tuple[Block, ...]
-    receives: tuple[Block, ...]
-
-    @staticmethod
-    def of(bucket: Sequence[Block], rank: int) -> _Share:
-        return _Share(
-            local=tuple(b for b in bucket if b.is_local and b.target == rank),
-            sends=tuple(b for b in bucket if not b.is_local and b.source == rank),
-            receives=tuple(b for b in bucket if not b.is_local and b.target == rank),
-        )
-
-    @property
-    def wanted(self) -> tuple[Block, ...]:
-        """All blocks that come to lie on this rank."""
-        return self.local + self.receives
-
-
 @dataclass
 class _Transfer:
     """A bucket on its way, packed messages ahead, so that they are unpacked while the others still travel.
@@ -95,7 +73,7 @@ class Reshard:
     def __init__(self, plan: ReshardPlan, wire: Wire, device: torch.device, dtype: torch.dtype) -> None:
         self.plan, self.wire, self.device, self.dtype = plan, wire, device, dtype
         self.rank = wire.rank
-        self._shares = [_Share.of(bucket, self.rank) for bucket in plan.buckets]
+        self._shares = list(plan.shares(self.rank))
         self._word = _common_word(plan, dtype.itemsize)
 
     @torch.no_grad()
@@ -119,7 +97,7 @@ class Reshard:
             engine.filled(share.wanted)
         self._compare(sums)
 
-    def _start(self, share: _Share, params: Mapping[str, Tensor], engine: Places) -> _Transfer:
+    def _start(self, share: Share, params: Mapping[str, Tensor], engine: Places) -> _Transfer:
         """Sets one bucket going."""
         transfer = _Transfer(list(engine.places(share.wanted)))
         incoming = list(zip(share.receives, transfer.places[len(share.local) :], strict=True))
@@ -152,7 +130,7 @@ class Reshard:
             messages.append(Message(message, peer))
         return messages
 
-    def _packed_sends(self, share: _Share, params: Mapping[str, Tensor], transfer: _Transfer) -> list[Message]:
+    def _packed_sends(self, share: Share, params: Mapping[str, Tensor], transfer: _Transfer) -> list[Message]:
         """The same to each rank, filled."""
         by_peer: dict[int, list[Block]] = defaultdict(list)
         for block in share.sends:
@@ -167,7 +145,7 @@ class Reshard:
             messages.append(Message(message, peer))
         return messages
 
-    def _complete(self, share: _Share, transfer: _Transfer, params: Mapping[str, Tensor]) -> None:
+    def _complete(self, share: Share, transfer: _Transfer, params: Mapping[str, Tensor]) -> None:
         """Copies what this rank holds itself, then takes the rest as it comes."""
         for block, place in zip(share.local, transfer.places):
             place.copy_(_lying_in(params, block))
@@ -208,7 +186,7 @@ class Reshard:
 
 def _common_word(plan: ReshardPlan, element_bytes: int) -> int:
     """Bytes of the widest integer of which every row of every block holds a whole number."""
-    rows = {block.dims[-1] * element_bytes for bucket in plan.buckets for block in bucket}
+    rows = {numel * element_bytes for numel in plan.row_numels()}
     return next(word for word in _WORDS if all(row % word == 0 for row in rows))
 
 

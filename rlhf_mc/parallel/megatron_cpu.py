@@ -1,4 +1,4 @@
-"""megatron-core on CPU: its modules get a view of torch in which the "cuda" device is the CPU.
+"""megatron-core on CPU: its modules get a view of torch in which the "cuda" device is the CPU, or the meta device of a rehearsal.
 
 megatron-core asks torch.cuda for devices, streams and RNG states even where nothing is on a GPU. Patching torch
 for everyone would make vLLM, which shares the process, compute wrong numbers without an error. So the name `torch`
@@ -51,26 +51,32 @@ def _on_cpu(factory: Any) -> Any:
     @functools.wraps(factory)
     def made(*args: Any, **kwargs: Any) -> Any:
         if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
+            kwargs["device"] = _VIEW.cuda.stands_in
         return factory(*args, **kwargs)
 
     return made
 
 
 class _CudaForCpu(ModuleType):
-    """Answers torch.cuda's questions for a process whose device is the CPU; anything else comes from torch.cuda."""
+    """Answers torch.cuda's questions for a process whose device is the CPU; anything else comes from torch.cuda.
+
+    stands_in: the device that is there in place of a GPU.
+    """
 
     Stream = Event = _Stream
 
     def __init__(self) -> None:
         super().__init__("torch.cuda")
+        self.stands_in = _CPU
         self.nvtx = SimpleNamespace(range_push=lambda *a: None, range_pop=lambda: None)
         self.random = SimpleNamespace(get_rng_state=self.get_rng_state, set_rng_state=self.set_rng_state)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
 
-    current_device = staticmethod(lambda: _CPU)
+    def current_device(self) -> torch.device:
+        return self.stands_in
+
     current_stream = default_stream = staticmethod(lambda device=None: _Stream())
     stream = staticmethod(lambda stream: contextlib.nullcontext())
     set_stream = staticmethod(lambda stream: None)
@@ -98,8 +104,9 @@ class _TorchForCpu(ModuleType):
 _VIEW = _TorchForCpu()
 
 
-def show_cpu_to_megatron() -> None:
-    """Gives every loaded megatron module the CPU view. Call again after importing more of megatron; it is idempotent."""
+def show_cpu_to_megatron(device: torch.device = _CPU) -> None:
+    """Gives every loaded megatron module the view in which `device` is the GPU. Again after importing more of megatron; idempotent."""
+    _VIEW.cuda.stands_in = device
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.") and getattr(module, "torch", None) is torch:
             module.torch = _VIEW
@@ -111,7 +118,7 @@ def show_cpu_to_megatron() -> None:
 
 @contextlib.contextmanager
 def cpu_tensors_pass_for_cuda(active: bool = True) -> Iterator[None]:
-    """Inside, a CPU tensor's `type()` names the cuda type and its `cuda()` is the tensor itself.
+    """Inside, the `type()` of a tensor of the CPU, or of the meta device, names the cuda type and its `cuda()` is the tensor itself.
 
     megatron's optimizers compare the type strings, and its tied embeddings call cuda(). Both are methods of torch for
     everyone, so this surrounds single calls of megatron only, while no other code of the process runs. `active` false
@@ -124,8 +131,9 @@ def cpu_tensors_pass_for_cuda(active: bool = True) -> Iterator[None]:
 
     def type_as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = real_type(tensor, *args, **kwargs)
-        names_cpu = isinstance(answer, str) and not answer.startswith("torch.cuda.")
-        return answer.replace("torch.", "torch.cuda.", 1) if names_cpu else answer
+        if not isinstance(answer, str) or answer.startswith("torch.cuda."):
+            return answer
+        return answer.replace("torch.meta.", "torch.").replace("torch.", "torch.cuda.", 1)
 
     torch.Tensor.type, torch.Tensor.cuda = type_as_on_cuda, lambda tensor, *args, **kwargs: tensor
     try:

@@ -11,8 +11,10 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from heapq import heapreplace
+from itertools import groupby, zip_longest
 from math import ceil, prod
+from typing import NamedTuple
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -38,8 +40,7 @@ class Piece:
         return self.whole_start + self.length
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):  # a plan has many thousands: a dataclass takes three times as long to make
     """`length` rows (dim 0) or columns (dim 1) of `name`, from `whole_start`, that rank `source` hands to rank `target`.
 
     They lie in the source's `source_param` from `source_start`, and in the target's `target_param` from `target_start`.
@@ -71,14 +72,71 @@ class Block:
     def rows(self, start: int, length: int) -> Block:
         """The part of it that begins `start` rows (or columns) further."""
         dims = tuple(length if d == self.dim else n for d, n in enumerate(self.dims))
-        return replace(
-            self,
+        return self._replace(
             dims=dims,
             length=length,
             whole_start=self.whole_start + start,
             source_start=self.source_start + start,
             target_start=self.target_start + start,
         )
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part in a bucket: blocks to copy, to send and to receive, the latter two in the same order on both ends."""
+
+    local: tuple[Block, ...]
+    sends: tuple[Block, ...]
+    receives: tuple[Block, ...]
+
+    @property
+    def wanted(self) -> tuple[Block, ...]:
+        """All blocks that come to lie on this rank."""
+        return self.local + self.receives
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What travels together: of each of these blocks, cut along its rows into `num_parts`, part number `part`.
+
+    They are cut when they are asked for, so that a rank cuts its own only: in a large module that is a small part of all.
+    """
+
+    uncut: tuple[Block, ...]
+    part: int = 0
+    num_parts: int = 1
+
+    def __iter__(self) -> Iterator[Block]:
+        return self._cut(self.uncut)
+
+    def share(self, rank: int) -> Share:
+        """What is `rank`'s business."""
+        mine = tuple(self._cut(self.of_rank(rank)))
+        return Share(
+            local=tuple(block for block in mine if block.is_local),
+            sends=tuple(block for block in mine if block.target != rank),
+            receives=tuple(block for block in mine if block.source != rank),
+        )
+
+    def of_rank(self, rank: int) -> tuple[Block, ...]:
+        """The uncut blocks that are `rank`'s business."""
+        return tuple(block for block in self.uncut if block.source == rank or block.target == rank)
+
+    def lengths(self, uncut: Iterable[int]) -> set[int]:
+        """What lengths are cut to; without those of which nothing is in this part."""
+        return {end - start for start, end in map(self._bounds, uncut) if end > start}
+
+    def _bounds(self, length: int) -> tuple[int, int]:
+        return length * self.part // self.num_parts, length * (self.part + 1) // self.num_parts
+
+    def _cut(self, blocks: Iterable[Block]) -> Iterator[Block]:
+        if self.num_parts == 1:
+            yield from blocks
+            return
+        for block in blocks:
+            start, end = self._bounds(block.length)
+            if end > start:
+                yield block.rows(start, end - start)
 
 
 @dataclass(frozen=True)
@@ -89,7 +147,7 @@ class ReshardPlan:
     model_bytes: the whole model, each weight once.  num_ranks: those that take part.  apart: those that want pieces hold none.
     """
 
-    buckets: tuple[tuple[Block, ...], ...]
+    buckets: tuple[Bucket, ...]
     num_ranks: int
     rollout_tensor: int
     training_tensor: int
@@ -97,6 +155,25 @@ class ReshardPlan:
     received: tuple[int, ...]
     sent: tuple[int, ...]
     apart: bool
+
+    def shares(self, rank: int) -> Iterator[Share]:
+        """One rank's part in each bucket."""
+        for parts in self._modules():
+            mine = parts[0].of_rank(rank)
+            yield from (replace(part, uncut=mine).share(rank) for part in parts)
+
+    def row_numels(self) -> set[int]:
+        """Elements that lie side by side in a row, of all blocks."""
+        found: set[int] = set()
+        for parts in self._modules():
+            columns = {block.length for block in parts[0].uncut if block.dim == len(block.dims) - 1}
+            found |= {block.dims[-1] for block in parts[0].uncut if block.dim < len(block.dims) - 1}
+            found |= set().union(*(part.lengths(columns) for part in parts))
+        return found
+
+    def _modules(self) -> Iterator[list[Bucket]]:
+        """The buckets that are parts of the same blocks, together: what these blocks have in common is looked for once."""
+        return (list(parts) for _, parts in groupby(self.buckets, key=lambda bucket: id(bucket.uncut)))
 
     @property
     def bound(self) -> float:
@@ -153,15 +230,24 @@ def plan_reshard(
     Raises ValueError for a piece that nobody holds.
     """
     holders = _holders(held)
+    of_rank = {rank: holder for holder in holders for rank in holder.ranks}
+    of_name: dict[str, list[_Holder]] = defaultdict(list)
+    for holder in holders:
+        for name in holder.pieces:
+            of_name[name].append(holder)
     sent, received = [0] * len(held), [0] * len(held)
     modules: dict[str, list[Block]] = defaultdict(list)
     for target, pieces in enumerate(wanted):
         for piece in pieces:
-            for block in _blocks(piece, target, holders[piece.name], shapes[piece.name], sent):
-                modules[piece.param.rpartition(".")[0]].append(block)
-                if not block.is_local:
-                    sent[block.source] += block.numel * element_bytes
-                    received[block.target] += block.numel * element_bytes
+            own = of_rank[target].pieces.get(piece.name, [])
+            module = modules[piece.param.rpartition(".")[0]]
+            for block, holder in _blocks(piece, target, own, of_name[piece.name], shapes[piece.name]):
+                module.append(block)
+                if holder is not None:
+                    num_bytes = block.numel * element_bytes
+                    holder.charge(num_bytes)
+                    sent[block.source] += num_bytes
+                    received[block.target] += num_bytes
     return ReshardPlan(
         buckets=tuple(_buckets(_by_turns(modules), element_bytes, bucket_bytes)),
         num_ranks=len(held),
@@ -174,47 +260,67 @@ def plan_reshard(
     )
 
 
-Holders = dict[int, list[Piece]]
+class _Holder:
+    """Ranks that hold the same. pieces: by tensor, in order."""
+
+    def __init__(self, ranks: list[int], pieces: Sequence[Piece]) -> None:
+        self.ranks = ranks
+        self.pieces: dict[str, list[Piece]] = defaultdict(list)
+        for piece in sorted(pieces, key=lambda piece: piece.whole_start):
+            self.pieces[piece.name].append(piece)
+        self._turns = [(0, rank) for rank in ranks]
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Bytes that it has sent, and the rank that has sent least."""
+        return self._turns[0]
+
+    def charge(self, num_bytes: int) -> None:
+        """To the rank whose turn it is."""
+        sent, rank = self._turns[0]
+        heapreplace(self._turns, (sent + num_bytes, rank))
 
 
-def _holders(held: Sequence[Sequence[Piece]]) -> dict[str, Holders]:
-    """For each tensor, by rank, the pieces of it that the rank holds, in order."""
-    holders: dict[str, Holders] = defaultdict(lambda: defaultdict(list))
+def _holders(held: Sequence[Sequence[Piece]]) -> list[_Holder]:
+    """Ranks whose pieces are one and the same list make one holder: of a thousand copies, only the one whose turn it is is looked at."""
+    ranks: dict[int, list[int]] = defaultdict(list)
     for rank, pieces in enumerate(held):
-        for piece in pieces:
-            holders[piece.name][rank].append(piece)
-    for by_rank in holders.values():
-        for pieces in by_rank.values():
-            pieces.sort(key=lambda piece: piece.whole_start)
-    return holders
+        ranks[id(pieces)].append(rank)
+    return [_Holder(same, held[same[0]]) for same in ranks.values()]
 
 
 def _covering(pieces: list[Piece], at: int) -> Piece | None:
     """The piece that has row `at`."""
+    if len(pieces) == 1:  # most tensors of most ranks
+        return pieces[0] if pieces[0].whole_start <= at < pieces[0].whole_end else None
     place = bisect_right(pieces, at, key=lambda piece: piece.whole_start) - 1
     return pieces[place] if place >= 0 and at < pieces[place].whole_end else None
 
 
-def _blocks(wanted: Piece, target: int, holders: Holders, whole: tuple[int, ...], sent: Sequence[int]) -> Iterator[Block]:
-    """`wanted`, cut where its sender changes. Foreign rows end where the target's own begin."""
-    own = holders.get(target, [])
+def _blocks(
+    wanted: Piece, target: int, own: list[Piece], holders: list[_Holder], whole: tuple[int, ...]
+) -> Iterator[tuple[Block, _Holder | None]]:
+    """`wanted`, cut where its sender changes, each block with who sends it (None: the target has it).
+
+    Foreign rows end where own ones begin. The sender must be charged with a block before the next one is asked for.
+    """
     at = wanted.whole_start
     while at < wanted.whole_end:
-        end, source, piece = wanted.whole_end, target, _covering(own, at)
+        end, source, piece, holder = wanted.whole_end, target, _covering(own, at), None
         if piece is None:
-            found = [(sent[rank], rank, p) for rank, pieces in holders.items() if (p := _covering(pieces, at)) is not None]
+            found = [(*one.turn, one, p) for one in holders if (p := _covering(one.pieces[wanted.name], at)) is not None]
             if not found:
                 raise ValueError(f"row {at} of {wanted.name} is held by no rank")
-            _, source, piece = min(found, key=lambda candidate: candidate[:2])
+            _, source, holder, piece = min(found, key=lambda candidate: candidate[:2])
             next_own = bisect_right(own, at, key=lambda p: p.whole_start)
             end = min(end, own[next_own].whole_start) if next_own < len(own) else end
         end = min(end, piece.whole_end)
-        yield Block(
+        block = Block(
             name=wanted.name,
             dim=wanted.dim,
             whole_start=at,
             length=end - at,
-            dims=tuple(end - at if d == wanted.dim else n for d, n in enumerate(whole)),
+            dims=(*whole[: wanted.dim], end - at, *whole[wanted.dim + 1 :]),
             source=source,
             source_param=piece.param,
             source_start=piece.start + at - piece.whole_start,
@@ -222,6 +328,7 @@ def _blocks(wanted: Piece, target: int, holders: Holders, whole: tuple[int, ...]
             target_param=wanted.param,
             target_start=wanted.start + at - wanted.whole_start,
         )
+        yield block, holder
         at = end
 
 
@@ -244,26 +351,20 @@ def _loads(blocks: Iterable[Block]) -> Counter[tuple[str, int]]:
     return loads
 
 
-def _buckets(modules: list[list[Block]], element_bytes: int, bucket_bytes: int) -> Iterator[tuple[Block, ...]]:
+def _buckets(modules: list[list[Block]], element_bytes: int, bucket_bytes: int) -> Iterator[Bucket]:
     bucket: list[Block] = []
     filled: Counter[tuple[str, int]] = Counter()
     for blocks in modules:
         loads = _loads(blocks)
         if bucket and any((filled[end] + load) * element_bytes > bucket_bytes for end, load in loads.items()):
-            yield tuple(bucket)
+            yield Bucket(tuple(bucket))
             bucket, filled = [], Counter()
         num_parts = ceil(max(loads.values(), default=0) * element_bytes / bucket_bytes)
         if num_parts > 1:
-            yield from _parts(blocks, num_parts)
+            uncut = tuple(blocks)
+            yield from (Bucket(uncut, part, num_parts) for part in range(num_parts))
         else:
             bucket += blocks
             filled += loads
     if bucket:
-        yield tuple(bucket)
-
-
-def _parts(blocks: list[Block], num_parts: int) -> Iterator[tuple[Block, ...]]:
-    """The blocks of a module that is too large for one bucket, each cut along its rows into `num_parts`, part by part."""
-    for part in range(num_parts):
-        bounds = ((block, block.length * part // num_parts, block.length * (part + 1) // num_parts) for block in blocks)
-        yield tuple(block.rows(start, end - start) for block, start, end in bounds if end > start)
+        yield Bucket(tuple(bucket))

@@ -52,8 +52,8 @@ class World:
 
     def show_itself_to_megatron(self) -> None:
         """megatron's modules see this world's device and sums. Again after megatron may have imported more of itself; idempotent."""
-        if self.on_cpu:
-            show_cpu_to_megatron()
+        if self.device.type != "cuda":
+            show_cpu_to_megatron(self.device)
         show_reductions_to_megatron()
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
@@ -112,8 +112,8 @@ def join_job(settings: Settings, job: Job) -> tuple[World, Bridge | None]:
 
 def build_world(grid: TrainingGrid, device: torch.device, seed: int) -> World:
     """Collective over all ranks, which must be in torch.distributed already. Makes megatron's groups for `grid`."""
-    if device.type == "cpu":
-        show_cpu_to_megatron()  # asked for devices while it makes its groups
+    if device.type != "cuda":
+        show_cpu_to_megatron(device)  # asked for devices while it makes its groups
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=grid.tensor,
         pipeline_model_parallel_size=grid.pipeline,

@@ -13,7 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rlhf_mc.config import Settings
+
 Kind = Literal["generate", "submit", "sleep", "score", "collect"]
+FIRST_CHUNKS = 4  # before anything was measured
 CHUNK_COUNTS = (1, 2, 4, 8, 16)
 _WORTH = 0.98  # more chunks must save this much, or they are not worth their passes
 
@@ -58,10 +61,27 @@ class Resources:
     roles_at_once: int = 1
     prefetch: bool = False
 
+    @staticmethod
+    def of(settings: Settings, num_roles: int) -> Resources:
+        """Of a run with so many roles."""
+        return Resources(
+            apart=settings.rollout.placement == "separate",
+            beside=settings.pipeline.score_while_generating,
+            roles_at_once=1 if settings.offload.enabled else num_roles,
+            prefetch=settings.offload.device_budget_gib is not None,
+        )
+
     @property
     def can_score_between(self) -> bool:
         """Whether a role may score before the rollout is complete."""
         return self.apart or self.beside
+
+
+def operations_of(settings: Settings, roles: Sequence[str], num_chunks: int) -> list[Operation]:
+    """Those of one rollout in so many chunks, as `pipeline.mode` asks. roles: in the order in which they score."""
+    resources = Resources.of(settings, len(roles))
+    groups = groups_of(num_chunks, resources)
+    return serial(roles, groups) if settings.pipeline.mode == "serial" else pipelined(roles, groups, resources)
 
 
 def serial(roles: Sequence[str], groups: Sequence[Sequence[int]]) -> list[Operation]:

@@ -27,17 +27,24 @@ _LONGEST_PROBE = 32
 
 def plan_weight_sync(actor: RoleModel, grid: RolloutGrid, heads: HeadsShape | None = None, bucket_bytes: int = BUCKET_BYTES) -> Reshard:
     """How the actor's shards, and those of its draft heads, become the engine's, on the ranks of one copy of the model. No collective."""
-    world, shape = actor.world, actor.shape
-    plan = plan_reshard(
-        held=_held(shape, heads, world.grid, world.grid.model_ranks()),
-        wanted=[_wanted(shape, heads, grid, shard) for shard in grid.shards_of_model()],
-        shapes=_shapes(shape, heads),
-        element_bytes=actor.dtype.itemsize,
+    plan = plan_sync_here(actor.shape, grid, actor.dtype.itemsize, heads, bucket_bytes)
+    return Reshard(plan, GroupWire(actor.world.model_group), actor.world.device, actor.dtype)
+
+
+def plan_sync_here(
+    shape: ModelShape, grid: RolloutGrid, element_bytes: int, heads: HeadsShape | None = None, bucket_bytes: int = BUCKET_BYTES
+) -> ReshardPlan:
+    """The plan of a sync to engines on the trainer's ranks. The same on every rank of one copy of the model; no collective."""
+    training = grid.training
+    return plan_reshard(
+        held=_held(shape, heads, training, training.model_ranks()),
+        wanted=[wanted_pieces(shape, heads, grid, shard) for shard in grid.shards_of_model()],
+        shapes=synced_shapes(shape, heads),
+        element_bytes=element_bytes,
         bucket_bytes=bucket_bytes,
-        training_tensor=world.grid.tensor,
+        training_tensor=training.tensor,
         rollout_tensor=grid.tensor,
     )
-    return Reshard(plan, GroupWire(world.model_group), world.device, actor.dtype)
 
 
 def plan_sync_apart(
@@ -52,11 +59,12 @@ def plan_sync_apart(
 
     All copies of a shard take part in sending it. The same on every rank; no collective.
     """
-    shards = [shard for replica in range(engines.num_replicas) for shard in range(len(engines.ranks_of(replica)))]
+    shards = [shard for _ in range(engines.num_replicas) for shard in range(engines.tensor)]
+    wanted = [wanted_pieces(shape, heads, engines, shard) for shard in range(engines.tensor)]
     return plan_reshard(
         held=[*_held(shape, heads, trainer, range(trainer.world_size)), *([] for _ in shards)],
-        wanted=[*([] for _ in range(trainer.world_size)), *(_wanted(shape, heads, engines, shard) for shard in shards)],
-        shapes=_shapes(shape, heads),
+        wanted=[*([] for _ in range(trainer.world_size)), *(wanted[shard] for shard in shards)],
+        shapes=synced_shapes(shape, heads),
         element_bytes=element_bytes,
         bucket_bytes=bucket_bytes,
         training_tensor=trainer.tensor,
@@ -65,8 +73,15 @@ def plan_sync_apart(
 
 
 def _held(shape: ModelShape, heads: HeadsShape | None, grid: TrainingGrid, ranks: Iterable[int]) -> list[list[Piece]]:
-    """The pieces of the actor, and on the last stage of its heads, on each of these ranks."""
-    return [_held_at(shape, heads, replace(grid, rank=rank)) for rank in ranks]
+    """The pieces of the actor, and on the last stage of its heads, on each of these ranks; one list for the copies of a shard."""
+    of_shard: dict[tuple[int, int], list[Piece]] = {}
+    held = []
+    for place in (replace(grid, rank=rank) for rank in ranks):
+        shard = place.stage, place.tensor_rank
+        if shard not in of_shard:
+            of_shard[shard] = _held_at(shape, heads, place)
+        held.append(of_shard[shard])
+    return held
 
 
 def _held_at(shape: ModelShape, heads: HeadsShape | None, place: TrainingGrid) -> list[Piece]:
@@ -76,13 +91,14 @@ def _held_at(shape: ModelShape, heads: HeadsShape | None, place: TrainingGrid) -
     return pieces
 
 
-def _wanted(shape: ModelShape, heads: HeadsShape | None, grid: RolloutGrid, shard: int) -> list[Piece]:
+def wanted_pieces(shape: ModelShape, heads: HeadsShape | None, grid: RolloutGrid, shard: int) -> list[Piece]:
     """The pieces of one engine rank."""
     pieces = engine_pieces(shape, grid.tensor, shard)
     return pieces if heads is None else pieces + medusa.engine_pieces(heads, grid.tensor, shard)
 
 
-def _shapes(shape: ModelShape, heads: HeadsShape | None) -> Shapes:
+def synced_shapes(shape: ModelShape, heads: HeadsShape | None) -> Shapes:
+    """Of all tensors that a sync sends."""
     return hf_shapes(shape, value_head=False) | ({} if heads is None else heads.tensors())
 
 

@@ -23,13 +23,11 @@ from rlhf_mc.pipeline.chunks import Chunk, Chunker
 from rlhf_mc.pipeline.dispatch import Completion, assemble_rollout, deal, requests_for
 from rlhf_mc.pipeline.executor import execute
 from rlhf_mc.pipeline.generation import Generation
-from rlhf_mc.pipeline.schedule import Costs, Operation, Resources, choose_chunks, groups_of, pipelined, serial
+from rlhf_mc.pipeline.schedule import FIRST_CHUNKS, Costs, Operation, Resources, choose_chunks, operations_of
 from rlhf_mc.rewards.mix import MixedRewards, mix_rewards
 from rlhf_mc.rewards.pool import RewardResults
 from rlhf_mc.stages.score_functions import FunctionScores
 from rlhf_mc.stages.start import Run
-
-_FIRST_CHUNKS = 4  # before anything was measured
 
 
 def scoring_roles(run: Run) -> list[Role]:
@@ -74,13 +72,7 @@ def start_rollout(run: Run, prompts: PromptBatch, rollout: Rollout, iteration: i
 
 def resources_of(run: Run) -> Resources:
     """What a schedule may use side by side."""
-    pipeline = run.settings.pipeline
-    return Resources(
-        apart=not run.sampler.shares_devices,
-        beside=pipeline.score_while_generating,
-        roles_at_once=1 if run.settings.offload.enabled else len(run.roles),
-        prefetch=run.settings.offload.device_budget_gib is not None,
-    )
+    return Resources.of(run.settings, len(run.roles))
 
 
 def num_chunks(run: Run, prompts: PromptBatch) -> int:
@@ -89,7 +81,7 @@ def num_chunks(run: Run, prompts: PromptBatch) -> int:
     if pipeline.chunks is not None:
         return pipeline.chunks
     if run.costs is None:
-        return _FIRST_CHUNKS
+        return FIRST_CHUNKS
     units = len(prompts) if pipeline.chunk_by == "prompts" else len(prompts) * run.settings.rollout.samples_per_prompt
     return choose_chunks(run.costs, resources_of(run), units)
 
@@ -119,11 +111,7 @@ class Making:
         self._generation = start_rollout(run, prompts, run.settings.rollout, iteration)
 
     def _schedule(self) -> list[Operation]:
-        roles, resources = [role.value for role in self._numbers], resources_of(self._run)
-        groups = groups_of(len(self._chunker.sizes), resources)
-        if self._run.settings.pipeline.mode == "serial":
-            return serial(roles, groups)
-        return pipelined(roles, groups, resources)
+        return operations_of(self._run.settings, [role.value for role in self._numbers], len(self._chunker.sizes))
 
     def generate(self, chunks: Sequence[int]) -> None:
         """Steps the engine until these chunks are complete."""

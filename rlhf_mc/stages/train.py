@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-import numpy
 import torch
 
 from rlhf_mc.algorithms.losses import entropy_loss, kl_loss, language_model_loss, policy_loss, value_loss
+from rlhf_mc.algorithms.minibatches import mini_batch_indices
 from rlhf_mc.algorithms.schedule import lr_at
 from rlhf_mc.batch import Experience, TrainingSlice
 from rlhf_mc.config import Actor, Critic
@@ -27,12 +27,10 @@ VALUE_STATS = ("vf_loss", "vf_clipfrac", "vpred_mean")
 
 
 def mini_batches(run: Run, experience: Experience, iteration: int, epoch: int) -> Iterator[TrainingSlice]:
-    """The mini-batches of one epoch: a permutation that is a pure function of (seed, iteration, epoch), cut evenly."""
-    seed = numpy.random.SeedSequence((run.settings.trainer.seed, iteration, epoch)).generate_state(1)
-    generator = torch.Generator().manual_seed(int(seed[0]))
-    order = torch.randperm(len(experience), generator=generator)
-    for indices in order.chunk(run.settings.num_minibatches):
-        yield experience.select(indices.sort().values)
+    """The mini-batches of one epoch."""
+    settings = run.settings
+    for indices in mini_batch_indices(settings.trainer.seed, iteration, epoch, len(experience), settings.num_minibatches):
+        yield experience.select(indices)
 
 
 def _steps(run: Run, experience: Experience, iteration: int) -> Iterator[tuple[int, TrainingSlice]]:

@@ -35,7 +35,7 @@ from rlhf_mc.models.hf_config import ModelShape
 from rlhf_mc.models.weight_layout import Shard, engine_pieces, hf_shapes, pieces_of
 from rlhf_mc.parallel.exchange import Reshard
 from rlhf_mc.parallel.grids import RolloutGrid, TrainingGrid
-from rlhf_mc.parallel.reshard import Piece, Shapes, plan_reshard
+from rlhf_mc.parallel.reshard import Bucket, Piece, Shapes, plan_reshard
 from rlhf_mc.parallel.wire import GroupWire
 from rlhf_mc.pipeline.engine_weights import InPlaceWriter
 
@@ -86,7 +86,7 @@ class Bench:
         wanted = [engine_pieces(self.shape, rollout, shard) for shard in grid.shards_of_model()]
         self.plan = plan_reshard(self.held, wanted, self.shapes, dtype.itemsize, BUCKET_BYTES, tensor, rollout)
         self.reshard = Reshard(self.plan, GroupWire(dist.group.WORLD), torch.device("cpu"), dtype)
-        travelling = tuple(tuple(block for block in bucket if not block.is_local) for bucket in self.plan.buckets)
+        travelling = tuple(Bucket(tuple(block for block in bucket if not block.is_local)) for bucket in self.plan.buckets)
         self.traveller = Reshard(replace(self.plan, buckets=travelling), GroupWire(dist.group.WORLD), torch.device("cpu"), dtype)
         self.wanted = wanted[self.rank]
         self.params = shards(self.held[self.rank], self.shapes, dtype)

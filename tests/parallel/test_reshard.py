@@ -95,6 +95,19 @@ def test_buckets_hold_their_size(bucket_bytes):
     assert sum(plan.received) == sum(plan_of(shape(True), Layout(2, 2, 1)).received)
 
 
+def test_the_shares_of_all_ranks_are_the_buckets():
+    """Also where a module is cut into parts, along rows and along columns."""
+    plan = plan_of(shape(True), Layout(2, 2, 1), 1 << 17)
+    assert any(bucket.num_parts > 1 for bucket in plan.buckets)
+    shares = [list(plan.shares(rank)) for rank in range(4)]
+    for number, bucket in enumerate(plan.buckets):
+        of_ranks = [shares[rank][number] for rank in range(4)]
+        assert Counter(bucket) == Counter(block for share in of_ranks for block in share.wanted)
+        assert Counter(b for b in bucket if not b.is_local) == Counter(block for share in of_ranks for block in share.sends)
+        assert of_ranks == [bucket.share(rank) for rank in range(4)]
+    assert plan.row_numels() == {block.dims[-1] for bucket in plan.buckets for block in bucket}
+
+
 def test_all_pipeline_stages_send_at_once():
     plan = plan_of(shape(False, vocab=1000), Layout(1, 2, 1), 20 << 20)
     senders = [{block.source for block in bucket if not block.is_local} for bucket in plan.buckets]
