@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rlhf_mc.models.roles import Role
 from rlhf_mc.offload.text import aligned
 from rlhf_mc.plan.case import Case
 from rlhf_mc.plan.plan import Plan

@@ -1,4 +1,7 @@
-"""A run that is asked to stop, resumed, and started again by torchrun when a rank was killed, is the run that was not: the same bits of all models, metrics and samples."""
+"""A run that is asked to stop, resumed, and started again by torchrun when a rank was killed, is the run that was not.
+
+The same bits of all models, metrics and samples.
+"""
 
 from __future__ import annotations
 
