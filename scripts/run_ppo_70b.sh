@@ -35,6 +35,7 @@ source scripts/launch.sh
 
 if ((dry_run == 1)); then
     gpus=$((NPROC * NNODES))
+    export NODE_RANK=${NODE_RANK:-0}
     echo "command on each node: torchrun $(torchrun_options | tr '\n' ' ')--nproc-per-node $NPROC -m rlhf_mc.train ${arguments[*]}"
     python -m rlhf_mc.main plan --gpus "$gpus" --gpus-per-node "$NPROC" --device "${DEVICE:-h100}" \
         --gpu-memory-gib "${GPU_MEMORY_GIB:-80}" --host-memory-gib "${HOST_MEMORY_GIB:-2000}" "${arguments[@]}"
