@@ -9,5 +9,6 @@ export RLHF_MC_VENV
 bash "$root/scripts/setup_env.sh"
 cd "$root"
 source scripts/cpu_memory.sh "$RLHF_MC_VENV"
-(($#)) || set -- -n 2 --dist loadfile
+# Those of Slurm first, since they wait most.
+(($#)) || set -- -n 2 --dist loadfile tests/slurm tests
 exec "$RLHF_MC_VENV/bin/python" -m pytest --durations=15 "$@" </dev/null

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from rlhf_mc.batch import offsets_of
-from rlhf_mc.parallel.attention_calls import AttentionCall, padded_calls, ragged_calls
+from rlhf_mc.parallel.attention_calls import AttentionCall, attend, padded_calls, ragged_calls
 from rlhf_mc.parallel.context import ALONE, Context, ContextCut
 
 
@@ -119,7 +119,7 @@ class PackedAttention(nn.Module):
             # megatron's function, by its name for another group of ranks: all-gather, and in the backward reduce-scatter.
             both = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=packed.context.group)
             key, value = both.unbind(dim=1)
-        outputs = [call.attend(query, key, value, self.scale, self.window) for call in packed.calls]
+        outputs = attend(packed.calls, query, key, value, self.scale, self.window)
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         out = out if packed.order is None else out.index_select(0, packed.order)
         return out.reshape(out.size(0), -1)

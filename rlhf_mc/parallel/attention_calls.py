@@ -12,7 +12,7 @@ the chunk at most. The two chunks of a sequence are never in the same call: a ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -36,10 +36,10 @@ def has_ragged_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Tokens of several rows, padded on the right to the longest row.
+    """Tokens of several rows, padded on the right to the longest row by copies of their own last tokens: so a NaN stays in its row.
 
     tokens: int64[n], which tokens.  places: int64[n], where these lie in the padded [rows * longest].
-    padded: int64[rows * longest], the token at each place; one past the last token at places of padding.
+    padded: int64[rows * longest], the token at each place.
     """
 
     tokens: Tensor
@@ -53,7 +53,7 @@ class PaddedRows:
         rows, longest, within = counts.numel(), int(counts.max()), ragged_arange(counts)
         tokens = order[firsts.repeat_interleave(counts) + within]
         places = torch.arange(rows).repeat_interleave(counts) * longest + within
-        padded = torch.full((rows * longest,), order.numel())
+        padded = order[firsts + counts - 1].repeat_interleave(longest)
         padded[places] = tokens
         return PaddedRows(tokens, places, padded, longest)
 
@@ -61,20 +61,37 @@ class PaddedRows:
         """The same on `device`."""
         return replace(self, tokens=self.tokens.to(device), places=self.places.to(device), padded=self.padded.to(device))
 
+    @property
+    def taken(self) -> Tensor:
+        """int64[rows * longest], which tokens a call takes."""
+        return self.padded
 
-class _Pad(torch.autograd.Function):
-    """The tokens of x [N, ...] at their padded places, zeros elsewhere. A token lies at one place, so the backward only selects."""
+    def real(self, padded: Tensor) -> Tensor:
+        """[rows * longest, ...] -> [n, ...], without the padding."""
+        return padded.index_select(0, self.places)
+
+
+class _Take(torch.autograd.Function):
+    """The rows of x [N, ...] that each call takes, for all calls at once: their gradients are added up in one tensor of x's size."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, rows: PaddedRows) -> Tensor:
+    def forward(ctx, x: Tensor, *rows: PaddedRows | RaggedRows) -> tuple[Tensor, ...]:
         ctx.rows, ctx.size = rows, x.size(0)
-        return torch.cat((x, x.new_zeros(1, *x.shape[1:]))).index_select(0, rows.padded)
+        return tuple(x.index_select(0, r.taken) for r in rows)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
-        back = grad.new_zeros(ctx.size, *grad.shape[1:])
-        back[ctx.rows.tokens] = grad.index_select(0, ctx.rows.places)
-        return back, None
+    def backward(ctx, *grads: Tensor):
+        back = grads[0].new_zeros(ctx.size, *grads[0].shape[1:])
+        for r, grad in zip(ctx.rows, grads):
+            back.index_add_(0, r.tokens, r.real(grad))  # distinct tokens: what is added has one order
+        return back, *(None for _ in ctx.rows)
+
+
+def _take(x: Tensor, rows: Sequence[PaddedRows | RaggedRows]) -> tuple[Tensor, ...]:
+    """x [N, ...] -> for each of `rows` its tokens, as its call wants them."""
+    if len(rows) == 1 and rows[0].taken is None:
+        return (x,)
+    return _Take.apply(x, *rows)
 
 
 class _Select(torch.autograd.Function):
@@ -150,13 +167,13 @@ class PaddedCall:
         return self.queries.tokens
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """query [T, heads, d] of this rank, key and value [T, kv_heads, d] of all gathered tokens -> [n, heads, d]."""
+        """What `queries` and `keys` take: query [rows * longest, heads, d], key and value [rows * longest, kv_heads, d] -> [n, heads, d]."""
         dtype = _kernel_dtype(query, self.keys.longest)
 
-        def padded(x: Tensor, rows: PaddedRows) -> Tensor:
-            return _Pad.apply(x, rows).view(self.rows, rows.longest, *x.shape[1:]).transpose(1, 2).to(dtype)
+        def rectangle(x: Tensor, rows: PaddedRows) -> Tensor:
+            return x.view(self.rows, rows.longest, *x.shape[1:]).transpose(1, 2).to(dtype)
 
-        q, k, v = padded(query, self.queries), padded(key, self.keys), padded(value, self.keys)
+        q, k, v = rectangle(query, self.queries), rectangle(key, self.keys), rectangle(value, self.keys)
         causal = self.is_plain_causal(window)
         bias = None if causal else self.bias(window, dtype)
         grouped = query.size(1) != key.size(1)
@@ -190,9 +207,14 @@ class RaggedRows:
         tokens = None if self.tokens is None else self.tokens.to(device)
         return replace(self, tokens=tokens, offsets=self.offsets.to(device))
 
-    def of_all(self, x: Tensor) -> Tensor:
-        """x [T, heads, d] -> [n, heads, d]."""
-        return x if self.tokens is None else _Select.apply(x, self.tokens)
+    @property
+    def taken(self) -> Tensor | None:
+        """int64[n], which tokens a call takes; None where all."""
+        return self.tokens
+
+    def real(self, taken: Tensor) -> Tensor:
+        """[n, ...], all of it."""
+        return taken
 
 
 @dataclass(frozen=True)
@@ -211,11 +233,11 @@ class RaggedCall:
         return RaggedCall(self.queries.to(device), self.keys.to(device), self.tokens)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """query [T, heads, d] of this rank, key and value [T, kv_heads, d] of all gathered tokens -> [n, heads, d]."""
+        """What `queries` and `keys` take: query [n, heads, d], key and value [m, kv_heads, d] -> [n, heads, d]."""
         return varlen_attn(
-            self.queries.of_all(query),
-            self.keys.of_all(key),
-            self.keys.of_all(value),
+            query,
+            key,
+            value,
             self.queries.offsets,
             self.keys.offsets,
             self.queries.longest,
@@ -227,6 +249,15 @@ class RaggedCall:
 
 
 AttentionCall = PaddedCall | RaggedCall
+
+
+def attend(
+    calls: Sequence[AttentionCall], query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+) -> list[Tensor]:
+    """query [T, heads, d] of this rank, key and value [T', kv_heads, d] of all gathered tokens -> of each call [n, heads, d]."""
+    queries = _take(query, [call.queries for call in calls])
+    keys, values = (_take(x, [call.keys for call in calls]) for x in (key, value))
+    return [call.attend(*inputs, scale, window) for call, *inputs in zip(calls, queries, keys, values)]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_mc.parallel import attention_calls
 from rlhf_mc.parallel.attention import PackedAttention, pack_sequences
-from rlhf_mc.parallel.attention_calls import group_by_length, padded_calls, ragged_calls
+from rlhf_mc.parallel.attention_calls import attend, group_by_length, padded_calls, ragged_calls
 from rlhf_mc.parallel.context import cut_sequences
 
 HEADS, KV_HEADS, HEAD_DIM, POSITIONS = 4, 2, 6, 64
@@ -145,8 +145,7 @@ def test_ragged_calls_ask_for_the_same_as_padded_ones(monkeypatch: pytest.Monkey
         arguments = qkv[0][cut.held[rank]], *(x[cut.held.flatten()] for x in qkv[1:])
 
         def of_rank(leaves: list[Tensor], calls: list) -> Tensor:
-            parts = [call.attend(*leaves, 0.3, window) for call in calls]
-            return torch.cat(parts)[torch.cat([call.tokens for call in calls]).argsort()]
+            return torch.cat(attend(calls, *leaves, 0.3, window))[torch.cat([call.tokens for call in calls]).argsort()]
 
         ragged, padded = (with_gradients(of_rank, list(arguments), calls(cut, rank)) for calls in (ragged_calls, padded_calls))
         torch.testing.assert_close(ragged, padded, rtol=1e-10, atol=1e-10)
@@ -168,8 +167,8 @@ def test_the_ragged_kernel_on_a_gpu(context: int, window: int | None) -> None:
     for rank in range(context):
         arguments = qkv[0][cut.held[rank]], *(x[cut.held.flatten()] for x in qkv[1:])
         for ragged in ragged_calls(cut, rank):
-            out = ragged.to(device).attend(*arguments, 0.125, window).float()
+            [out] = attend([ragged.to(device)], *arguments, 0.125, window)
             exact = torch.zeros_like(qkv[0][cut.held[rank]].float())
             for padded in padded_calls(cut, rank):
-                exact[padded.tokens] = padded.to(device).attend(*(x.float() for x in arguments), 0.125, window)
-            torch.testing.assert_close(out, exact[ragged.tokens], rtol=2e-2, atol=2e-2)
+                [exact[padded.tokens]] = attend([padded.to(device)], *(x.float() for x in arguments), 0.125, window)
+            torch.testing.assert_close(out.float(), exact[ragged.tokens], rtol=2e-2, atol=2e-2)
