@@ -39,6 +39,10 @@ class Piece:
         """Row or column of the whole tensor after the last."""
         return self.whole_start + self.length
 
+    def numel(self, dims: Sequence[int]) -> int:
+        """Its elements, of a whole tensor with the shape `dims`."""
+        return prod(dims) // dims[self.dim] * self.length
+
 
 class Block(NamedTuple):  # a plan has many thousands: a dataclass takes three times as long to make
     """`length` rows (dim 0) or columns (dim 1) of `name`, from `whole_start`, that rank `source` hands to rank `target`.

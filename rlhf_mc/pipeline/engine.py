@@ -411,7 +411,7 @@ def check_memory(settings: Rollout, grid: RolloutGrid) -> None:
 
 def _numel(pieces: Iterable[Piece], shapes: Shapes) -> int:
     """Elements of these pieces of whole tensors."""
-    return sum(math.prod(shapes[p.name]) // shapes[p.name][p.dim] * p.length for p in pieces)
+    return sum(piece.numel(shapes[piece.name]) for piece in pieces)
 
 
 def _install_sampling(worker: Any, heads: HeadsShape | None) -> Any:

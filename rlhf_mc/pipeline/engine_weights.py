@@ -6,7 +6,6 @@ Knows the shape of the engine's shard, not vLLM itself, which is in vllm_parts.p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from math import prod
 from typing import Protocol
 
 import torch
@@ -97,8 +96,7 @@ class ReloadWriter:
         self._begin, self._load, self._end = begin, load, end
         self._due: dict[str, int] = {}
         for piece in pieces:
-            rows = shapes[piece.name][piece.dim]
-            self._due[piece.name] = self._due.get(piece.name, 0) + prod(shapes[piece.name]) // rows * piece.length
+            self._due[piece.name] = self._due.get(piece.name, 0) + piece.numel(shapes[piece.name])
         self._missing: dict[str, int] = {}
         self._partial: dict[str, Tensor] = {}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import prod
 from typing import Any
 
 from rlhf_mc.models.roles import Role
@@ -52,8 +51,7 @@ def missing_slices(position: int, shares: Sequence[Share], wanted: Sequence[Piec
             arriving[block.name] += block.numel
     expected: Counter[str] = Counter()
     for piece in wanted:
-        dims = shapes[piece.name]
-        expected[piece.name] += prod(dims) // dims[piece.dim] * piece.length
+        expected[piece.name] += piece.numel(shapes[piece.name])
     for name in sorted(arriving.keys() | expected.keys()):
         if arriving[name] != expected[name]:
             yield f"weight sync: position {position} gets {arriving[name]} of the {expected[name]} elements of {name} that its engine needs"

@@ -288,6 +288,14 @@ def _say_mode(settings: Settings, tracker: Tracker) -> None:
         tracker.say(f"trainer.mode={mode}: {without[mode]}")
 
 
+def _open_reward_pool(settings: Settings, trace: Trace) -> RewardPool:
+    """The workers of the reward functions, which have imported them; none where the run makes no experience."""
+    reward = settings.reward
+    functions = reward.functions if settings.trainer.makes_experience else []
+    confinement = Confinement(None if reward.memory_gib is None else int(reward.memory_gib * 2**30), reward.network)
+    return RewardPool(functions, reward.num_workers, reward.timeout_seconds, reward.max_error_rate, trace, confinement)
+
+
 def watchdog_of(settings: Settings, rank: int, clock: StageClock, trace: Trace, beat: Callable[[], None]) -> Watchdog:
     """Of a rank that trains. beat: called as long as the rank lives."""
     stacks = Path(settings.trainer.output_dir, "stacks", f"rank{rank:05d}.txt")
@@ -300,7 +308,7 @@ def start_ppo(settings: Settings, job: Job) -> Iterator[Run]:
 
     The run, closed at the end: trace, engine, trackers, reward workers, the writer of dumps. A run that fails leaves its trace.
     """
-    reward, rollout, trainer = settings.reward, settings.rollout, settings.trainer
+    rollout, trainer = settings.rollout, settings.trainer
     tokenizer = load_tokenizer(settings.actor.path, trainer.trust_remote_code)
     check_models(settings, tokenizer)
     if not trainer.generates:
@@ -309,10 +317,7 @@ def start_ppo(settings: Settings, job: Job) -> Iterator[Run]:
     sources = read_sources(settings, tokenizer)
     trace = Trace(trainer.trace_iterations)
     with ExitStack() as stack:
-        functions = reward.functions if trainer.makes_experience else []
-        confinement = Confinement(None if reward.memory_gib is None else int(reward.memory_gib * 2**30), reward.network)
-        limits = reward.timeout_seconds, reward.max_error_rate
-        pool = stack.enter_context(RewardPool(functions, reward.num_workers, *limits, trace, confinement))
+        pool = stack.enter_context(_open_reward_pool(settings, trace))
         world, bridge = join_job(settings, job)
         stop = StopRequest.that_listens()
         if trainer.generates and bridge is None:
