@@ -15,6 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -163,6 +164,7 @@ def _end(message: str, status: int) -> None:
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(_SECONDS_OF_THE_FIRST_RANK)
-    print(message, file=sys.stderr, flush=True)
-    sys.stdout.flush()
+    with suppress(OSError):  # the log may be on the disk that is full
+        print(message, file=sys.stderr, flush=True)
+        sys.stdout.flush()
     os._exit(status)

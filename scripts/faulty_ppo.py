@@ -4,6 +4,7 @@
 
 stage: as the clock names it; the fault comes when it first begins in that iteration.  iteration: of this attempt, from 0.
 rank: of the job.  action: one of ACTIONS.  times: how often a number is spoilt (1).
+SLOW_DISK=0.25: every flush, rename and removal takes so many seconds more, on all ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -44,6 +46,20 @@ def fill_disk() -> None:
 
 def fail() -> None:
     raise ZeroDivisionError("the fault that was put in")
+
+
+def slow_disk(seconds: float) -> None:
+    """Waits before each step that makes something durable or changes a name."""
+    for module, name in ((os, "fsync"), (os, "rename"), (os, "replace"), (shutil, "rmtree")):
+        setattr(module, name, _late(getattr(module, name), seconds))
+
+
+def _late(real: Callable, seconds: float) -> Callable:
+    def work(*arguments, **named):
+        time.sleep(seconds)
+        return real(*arguments, **named)
+
+    return work
 
 
 ACTIONS: dict[str, Callable[[], None]] = {
@@ -83,7 +99,7 @@ def spoil_loss(times: int) -> None:
 
         def of(values, packed) -> LossSum:
             sums = loss.of(values, packed)
-            return LossSum(sums.loss * torch.nan, {name: total * torch.nan for name, total in sums.stats.items()})
+            return LossSum(sums.loss * torch.nan, {name: total * torch.nan for name, total in sums.sums.items()})
 
         return Loss(loss.names, of)
 
@@ -144,4 +160,6 @@ class _Begun:
 if __name__ == "__main__":
     if FAULTS:
         FaultyClock().put_in()
+    if "SLOW_DISK" in os.environ:
+        slow_disk(float(os.environ["SLOW_DISK"]))
     run_program("train", ppo)
