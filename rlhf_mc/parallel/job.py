@@ -7,6 +7,7 @@ sees only trainers and vLLM only engines; the bridge joins both. All of it is bu
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +21,7 @@ from rlhf_mc.config import ConfigError
 _TIMEOUT = timedelta(minutes=30)
 _WHILE_OTHERS_TRAIN = timedelta(days=365)
 _OVER = "over"
+_LOOPBACKS = {"lo", "lo0"}  # of Linux, of macOS
 # NCCL's last collectives of each rank, written to /tmp/nccl_trace_rank_N when one of them times out. The second name is torch's older one.
 _FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
@@ -60,6 +62,13 @@ class Job:
     def side(self) -> range:
         """The ranks of this rank's world."""
         return range(self.num_trainers, self.size) if self.has_engine_only else range(self.num_trainers)
+
+    def interface(self) -> str | None:
+        """The loopback interface, where all ranks are on one host: nobody else can reach gloo's ports then, and the host's name need
+        not lead anywhere. None: the one of the host's name.
+        """
+        loopback = _LOOPBACKS & {name for _, name in socket.if_nameindex()}
+        return loopback.pop() if loopback and self.local_size == self.size else None
 
     def environment(self) -> dict[str, str]:
         """What torchrun would say to this rank if its world were all there is. LOCAL_RANK stays: it is the rank's device."""
@@ -126,6 +135,8 @@ def start_distributed(job: Job, device: torch.device) -> Bridge | None:
     if device.type == "cuda":
         for name, value in _FLIGHT_RECORDER.items():
             os.environ.setdefault(name, value)
+    if interface := job.interface():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     side = dist.PrefixStore("engines" if job.has_engine_only else "trainer", store)
     dist.init_process_group(backend, store=side, rank=job.rank - job.side.start, world_size=len(job.side), timeout=_TIMEOUT)

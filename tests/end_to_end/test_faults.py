@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import signal
 
+import psutil
 import pytest
-from end_to_end.job import start
+from end_to_end.job import Job, start
 from end_to_end.task import written
 
 from rlhf_mc.rollout_files import read_rollout
@@ -14,6 +15,12 @@ from rlhf_mc.rollout_files import read_rollout
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 FAULTS = [{"stage": "update_critic", "iteration": 0, "rank": 0, "action": "nan gradient"}]
+
+
+def listening(job: Job) -> set[str]:
+    """The addresses at which ranks and their workers can be reached."""
+    ranks = [psutil.Process(process.pid) for process in job.processes() if "LOCAL_RANK" in process.environment]
+    return {connection.laddr.ip for rank in ranks for connection in rank.net_connections() if connection.status == psutil.CONN_LISTEN}
 
 
 def test_a_bad_update_is_skipped_and_a_signal_ends_both_sides_with_a_checkpoint(task, tmp_path):
@@ -29,6 +36,7 @@ def test_a_bad_update_is_skipped_and_a_signal_ends_both_sides_with_a_checkpoint(
     job = start(tmp_path / "log", "scripts.faulty_ppo", written(settings), environment={"FAULTS": json.dumps(FAULTS)})
     try:
         job.wait_for("     0 ", 200)
+        assert listening(job) == {"127.0.0.1"}, "nobody on the network can speak to a rank of a job on one host"
         job.process.send_signal(signal.SIGUSR1)  # to the shell, as `sbatch --signal=B:USR1@...` does
         assert job.wait(60) == 1, "torchrun's own status"
     finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from rlhf_mc.parallel.job import Job
@@ -35,3 +37,8 @@ def test_without_engines_the_environment_stays_as_torchrun_made_it():
 
 def test_without_torchrun_the_job_is_one_rank():
     assert Job.of({}) == Job(rank=0, size=1, local_rank=0, local_size=1, num_trainers=1)
+
+
+def test_gloo_leaves_the_host_only_where_a_rank_is_elsewhere():
+    assert job_of(1, size=4, per_host=4, engines=1).interface() == ("lo" if sys.platform == "linux" else "lo0")
+    assert job_of(1, size=8, per_host=4, engines=0).interface() is None
