@@ -147,7 +147,7 @@ class RolloutBatch:
 class Experience:
     """A rollout with all that the update needs. Every float tensor is float32.
 
-    old_logprobs, ref_logprobs, values, rewards, advantages, returns: [R].
+    old_logprobs, ref_logprobs, values, rewards, advantages, returns: [R]; values are 0 where there is no critic.
     scores: [B], reward model and reward functions mixed, before KL.
     loss_mask: bool[R], false where a token must not train (masked truncated responses).
     reward_parts: name -> [B], each scorer's own number, paid or only measured.

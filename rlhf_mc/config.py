@@ -349,9 +349,10 @@ class KL:
 class Algorithm:
     """PPO's own numbers. One iteration makes one rollout; it is used `epochs` times in mini-batches of sequences."""
 
-    gamma: float = 1.0  #: discount per token
+    advantages: Literal["gae", "grpo", "rloo"] = "gae"  #: gae: of tokens, by a critic; grpo, rloo: of samples, against the others of their prompt
+    gamma: float = 1.0  #: discount per token; of gae
     lam: float = 0.95  #: lambda of GAE (arXiv:1506.02438)
-    whiten_advantages: bool = True  #: zero mean, unit variance over the rollout batch
+    whiten_advantages: bool = True  #: gae's to zero mean, unit variance over the rollout batch
     epochs: int = 1  #: passes over each rollout batch
     mini_batch_sequences: int | None = None  #: sequences of one optimizer step; null: the whole rollout batch
     kl: KL = KL()
@@ -596,6 +597,11 @@ class Settings:
     def num_minibatches(self) -> int:
         """Optimizer steps of one epoch over a rollout."""
         return self.num_sequences // self.mini_batch_sequences
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether PPO has a value model: advantages against the other samples of a prompt need none."""
+        return self.algorithm.advantages == "gae"
 
     @property
     def trains_heads(self) -> bool:

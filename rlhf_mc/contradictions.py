@@ -21,6 +21,7 @@ def contradictions(settings: Settings, program: Program, data_parallel: int | No
         yield from _medusa(settings)
         if settings.trainer.generates:
             yield from _payment(settings)
+            yield from _groups(settings)
             yield from _prompts(settings)
             yield from _rollout_grid(settings)
         yield from _ptx(settings)
@@ -66,7 +67,12 @@ def _mode(settings: Settings) -> Iterator[str]:
 def _models(settings: Settings) -> Iterator[str]:
     if not settings.actor.path:
         yield "actor.path: null; name the Hugging Face directory of the policy"
-    if not settings.critic.path and not settings.reward_model.path:
+    if not settings.has_critic and settings.critic.path:
+        yield (
+            f"critic.path: {settings.critic.path}, but algorithm.advantages: {settings.algorithm.advantages} has no critic; "
+            "set critic.path=null, or algorithm.advantages=gae"
+        )
+    if settings.has_critic and not settings.critic.path and not settings.reward_model.path:
         yield (
             "critic.path: null, and reward_model.path, where the critic would start from, is null too; "
             "name a directory for one of them (the actor's will do for critic.path)"
@@ -104,6 +110,15 @@ def _heads_in_responses(settings: Settings) -> Iterator[str]:
         yield (
             f"medusa.num_heads: {medusa.num_heads}, but a response has rollout.max_tokens: {max_tokens}, of which the first is never "
             f"drafted; set it to {max(1, max_tokens - 1)} or less"
+        )
+
+
+def _groups(settings: Settings) -> Iterator[str]:
+    samples = settings.rollout.samples_per_prompt
+    if not settings.has_critic and samples < 2:
+        yield (
+            f"rollout.samples_per_prompt: {samples}, but algorithm.advantages: {settings.algorithm.advantages} compares the samples of a "
+            "prompt with each other; set it to 2 or more"
         )
 
 
@@ -185,11 +200,12 @@ def _sequence_length(settings: Settings) -> Iterator[str]:
 def _micro_batches(settings: Settings) -> Iterator[tuple[str, MicroBatch]]:
     if settings.trainer.trains:
         yield "actor.micro_batch", settings.actor.micro_batch
-        yield "critic.micro_batch", settings.critic.micro_batch
+        if settings.has_critic:
+            yield "critic.micro_batch", settings.critic.micro_batch
     if settings.trainer.generates:
         yield "actor.scoring_micro_batch", settings.actor.scoring_micro_batch
     if settings.trainer.makes_experience:
-        for role in ("critic", "reference", "reward_model"):
+        for role in (("critic",) if settings.has_critic else ()) + ("reference", "reward_model"):
             yield f"{role}.scoring_micro_batch", getattr(settings, role).scoring_micro_batch
 
 

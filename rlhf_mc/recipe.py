@@ -90,6 +90,8 @@ def check_files(settings: Settings, program: Program) -> None:
 
 def _critic_source(settings: Settings) -> dict[str, str | None]:
     """The key and path that the critic starts from."""
+    if not settings.has_critic:
+        return {}
     if settings.critic.path:
         return {"critic.path": settings.critic.path}
     return {"reward_model.path": settings.reward_model.path}

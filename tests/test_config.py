@@ -177,6 +177,8 @@ def test_nothing_that_pays(overrides):
         ["algorithm.kl={use: loss, estimator: k3}"],
         ["algorithm.kl.target=6"],
         ["algorithm.kl.use=none"],
+        ["algorithm.advantages=rloo", "rollout.samples_per_prompt=2", "reward_model.path=null", "reward.functions=[{path: 'm:f'}]"],
+        ["algorithm.advantages=grpo", "rollout.samples_per_prompt=4", "critic.micro_batch.tokens=1"],
         ["actor.micro_batch={tokens: null, sequences: 2}"],
         ["trainer.keep_best=1", "data.validation=[v.jsonl]", "trainer.save_every=4", "trainer.evaluate_every=2"],
         ["trainer.keep_best=1", "trainer.save_every=4", "trainer.best_by=-actor/ppo_kl"],
@@ -192,6 +194,12 @@ CONTRADICTIONS = [
     (["trainer.keep_best=1"], "trainer.keep_best: 1, but trainer.save_every: 0 makes no checkpoints", "set it"),
     (BEST, "trainer.best_by: val/reward_model, but nothing is measured", "trainer.evaluate_every: 0); set both"),
     ([*BEST, "trainer.evaluate_every=3"], "trainer.save_every: 4 is no multiple of trainer.evaluate_every: 3", "have no val/reward_model"),
+    (["algorithm.advantages=grpo"], "rollout.samples_per_prompt: 1, but algorithm.advantages: grpo compares", "set it to 2 or more"),
+    (
+        ["algorithm.advantages=rloo", "rollout.samples_per_prompt=2", "critic.path=critic"],
+        "critic.path: critic, but algorithm.advantages: rloo has no critic",
+        "set critic.path=null",
+    ),
     (["actor.ptx_coef=0.5"], "data.ptx: [], but actor.ptx_coef: 0.5 needs text", "set actor.ptx_coef=0"),
     (["data.ptx=[a.jsonl]"], "actor.ptx_coef: 0, so that data.ptx: ['a.jsonl'] would never be read", "set data.ptx=[]"),
     (

@@ -19,12 +19,12 @@ class Role(str, Enum):
 
 #: Roles with a value head; the others' answers are words.
 VALUE_ROLES = (Role.CRITIC, Role.REWARD)
-#: Roles that PPO trains.
+#: Roles that PPO trains, where it has them.
 TRAINED_ROLES = (Role.ACTOR, Role.CRITIC)
 
 
 def role_paths(settings: Settings) -> dict[Role, str]:
-    """The Hugging Face directory that each role of this run starts from. The critic starts from the reward model unless named.
+    """The Hugging Face directory that each role of this run starts from. The critic, where there is one, starts from the reward model unless named.
 
     A directory comes first under the role whose key names it, so that what is wrong with it is said of that key.
     """
@@ -35,4 +35,6 @@ def role_paths(settings: Settings) -> dict[Role, str]:
         Role.REFERENCE: settings.reference.path or settings.actor.path,
     }
     needed = {"update": {Role.ACTOR, Role.CRITIC}, "heads": {Role.ACTOR}}.get(settings.trainer.mode, set(Role))
+    if not settings.has_critic:
+        needed = needed - {Role.CRITIC}
     return {role: path for role, path in paths.items() if path is not None and role in needed}

@@ -78,7 +78,7 @@ EMPTY = Visit(None, Part(0))
 
 def ppo_visits(
     actor: Role,
-    critic: Role,
+    critic: Role | None,
     frozen: Iterable[Role],
     actor_rests: bool = False,
     heads: Role | None = None,
@@ -86,14 +86,15 @@ def ppo_visits(
 ) -> list[Visit]:
     """One iteration of PPO: sync the weights, an empty device while the engine generates, score, train.
 
-    frozen: the roles that only score, in that order.  actor_rests: it does not train, though its heads do.
+    critic: None where there is none.  frozen: the roles that only score, in that order.  actor_rests: it does not train, though its heads do.
     heads: the actor's draft heads, which are synced with it, and train beside it where `heads_train`.
     The critic is scored last and trained first, the actor trained last and synced first: so each stays for its second visit.
     """
     heads_sync = None if heads is None else Visit(heads, Part.PARAMS)
     heads_update = None if heads is None or not heads_train else Visit(heads, TRAINING, updates=True)
-    scoring = [Visit(role, Part.PARAMS) for role in (*frozen, actor, critic)]
-    training = [Visit(critic, TRAINING, updates=True)]
+    critics = [] if critic is None else [critic]
+    scoring = [Visit(role, Part.PARAMS) for role in (*frozen, actor, *critics)]
+    training = [Visit(role, TRAINING, updates=True) for role in critics]
     if not actor_rests:
         training.append(Visit(actor, TRAINING, updates=True, beside=heads_update))
     elif heads_update is not None:

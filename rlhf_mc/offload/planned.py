@@ -47,11 +47,12 @@ def planned_bytes(settings: Settings, paths: Mapping[Role, str], place: Place) -
 
 def planned_visits(settings: Settings, paths: Mapping[Role, str], actor_rests: bool = False) -> list[Visit]:
     """One iteration of the run with these roles. actor_rests: one in which the critic warms up."""
-    if Role.CRITIC not in paths:
+    if settings.trainer.mode == "heads":
         return heads_visits(Role.ACTOR, Role.MEDUSA)
     frozen = [role for role in (Role.REFERENCE, Role.REWARD) if role in paths]
     heads = Role.MEDUSA if settings.medusa.enabled else None
-    return ppo_visits(Role.ACTOR, Role.CRITIC, frozen, actor_rests, heads, settings.trains_heads)
+    critic = Role.CRITIC if Role.CRITIC in paths else None
+    return ppo_visits(Role.ACTOR, critic, frozen, actor_rests, heads, settings.trains_heads)
 
 
 def host_needs(

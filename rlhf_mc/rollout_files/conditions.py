@@ -12,7 +12,7 @@ from rlhf_mc.rollout_files.lines import Header
 #: The sampling distribution scales the trainer's log-probs; the rest is in the numbers of the file already.
 _KEYS = (
     "data.prompts_per_iteration", "rollout.samples_per_prompt", "rollout.temperature", "rollout.min_tokens",
-    "algorithm.gamma", "algorithm.lam", "algorithm.whiten_advantages",
+    "algorithm.advantages", "algorithm.gamma", "algorithm.lam", "algorithm.whiten_advantages",
     "algorithm.kl.use", "algorithm.kl.coef", "algorithm.kl.target", "algorithm.kl.horizon",
 )  # fmt: skip
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from rlhf_mc.models.role import Role
+from rlhf_mc.models.roles import TRAINED_ROLES
 from rlhf_mc.offload import Part
 from rlhf_mc.stages.checkpoint import finish_checkpoint
 from rlhf_mc.stages.dump import finish_dump
@@ -22,7 +23,8 @@ def finish(run: Run, before: dict[str, float], after: dict[str, float]) -> None:
     settings, output = run.settings, Path(run.settings.trainer.output_dir)
     finish_dump(run)
     finish_checkpoint(run)
-    for role in (Role.ACTOR, Role.CRITIC) if settings.trainer.trains else ():
+    trained = [role for role in TRAINED_ROLES if role in run.roles] if settings.trainer.trains else []
+    for role in trained:
         with run.clock.stage("save"), run.residency.on_device(role, Part.PARAMS):
             run.roles[role].save(str(output / role.value))
     if run.drafter is not None and settings.trainer.trains:
@@ -38,7 +40,7 @@ def finish(run: Run, before: dict[str, float], after: dict[str, float]) -> None:
     peak = run.world.sum_over_ranks(torch.tensor([run.clock.host_peak_gib], dtype=torch.float64)).item()
     run.tracker.say(f"peak of host memory: {peak:.2f} GiB (resident, the peaks of all {run.world.size} ranks added)")
     run.tracker.goodput()
-    models = "actor/ and critic/ (Hugging Face), " if settings.trainer.trains else ""
+    models = f"{' and '.join(f'{role.value}/' for role in trained)} (Hugging Face), " if trained else ""
     models += "medusa/ (vLLM), " if models and run.drafter is not None else ""
     rollouts = "rollouts/, " if settings.dumps else ""
     run.tracker.say(f"results are in {output.resolve()}: {models}{rollouts}metrics.jsonl, samples.jsonl, summary.json")

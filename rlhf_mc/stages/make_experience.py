@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlhf_mc.algorithms.advantages import gae, whiten
+from rlhf_mc.algorithms.advantages import gae, group_advantages, whiten
 from rlhf_mc.algorithms.kl import mean_sequence_kl, token_rewards
-from rlhf_mc.batch import Experience, PromptBatch, RolloutBatch
-from rlhf_mc.config import Rollout
+from rlhf_mc.batch import Experience, PromptBatch, RolloutBatch, segment_sum
+from rlhf_mc.config import Rollout, Settings
 from rlhf_mc.medusa.hidden_states import HiddenStates
 from rlhf_mc.models.passes import HandOver, score
 from rlhf_mc.models.role import Role
@@ -186,7 +186,8 @@ class Making:
         mixed = mix_rewards(
             self._results, rollout.response_lengths, rollout.truncated, settings.reward, scores, settings.reward_model.weight
         )
-        logprobs, references, values = (self._joined(role) for role in (Role.ACTOR, Role.REFERENCE, Role.CRITIC))
+        logprobs, references = self._joined(Role.ACTOR), self._joined(Role.REFERENCE)
+        values = self._joined(Role.CRITIC) if Role.CRITIC in self._numbers else torch.zeros_like(logprobs)
         return assemble_experience(self._run, rollout, mixed, logprobs, references, values)
 
     def costs(self) -> Costs:
@@ -234,14 +235,11 @@ def score_on_device(run: Run, role: Role, rollout: RolloutBatch, hand_over: Hand
 def assemble_experience(
     run: Run, rollout: RolloutBatch, mixed: MixedRewards, old_logprobs: Tensor, ref_logprobs: Tensor, values: Tensor
 ) -> Experience:
-    """KL into the rewards, advantages by GAE, whitened over the whole rollout; the KL controller moves on. No collective."""
+    """KL into the rewards, advantages from them; the KL controller moves on. No collective."""
     algorithm, lengths = run.settings.algorithm, rollout.response_lengths
     coef = run.kl.coef if algorithm.kl.use == "reward" else 0.0
     rewards = token_rewards(mixed.scores, old_logprobs, ref_logprobs, coef, lengths, mixed.token_rewards)
-    advantages, returns = gae(rewards, values, lengths, algorithm.gamma, algorithm.lam)
-    loss_mask = mixed.loss_mask.repeat_interleave(lengths)
-    if algorithm.whiten_advantages:
-        advantages = whiten(advantages, loss_mask)
+    advantages, returns = estimate_advantages(run.settings, rewards, values, lengths, mixed.loss_mask)
     divergence = mean_sequence_kl(old_logprobs, ref_logprobs, lengths)
     if math.isfinite(divergence):  # else the guard skips the update, and the coefficient stays
         run.kl = run.kl.after(divergence, len(rollout))
@@ -254,6 +252,26 @@ def assemble_experience(
         rewards=rewards,
         advantages=advantages,
         returns=returns,
-        loss_mask=loss_mask,
+        loss_mask=mixed.loss_mask.repeat_interleave(lengths),
         reward_parts=mixed.parts,
     )
+
+
+def estimate_advantages(
+    settings: Settings, rewards: Tensor, values: Tensor, response_lengths: Tensor, trains: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [R] of rewards and values [R]; trains: bool[B], samples in the order of their prompts.
+
+    With a critic by GAE, whitened over all tokens that train. Without one, a sample's tokens share one advantage: its rewards, added up,
+    against those of the other samples of its prompt. One that does not train is compared with nothing, and nothing with it.
+    """
+    algorithm = settings.algorithm
+    if settings.has_critic:
+        advantages, returns = gae(rewards, values, response_lengths, algorithm.gamma, algorithm.lam)
+        whitens = algorithm.whiten_advantages
+        return whiten(advantages, trains.repeat_interleave(response_lengths)) if whitens else advantages, returns
+    samples = torch.arange(response_lengths.numel())
+    prompts = torch.where(trains, samples // settings.rollout.samples_per_prompt, -1 - samples)
+    totals = segment_sum(rewards, response_lengths)
+    advantages = group_advantages(totals, prompts, algorithm.advantages)
+    return advantages.repeat_interleave(response_lengths), totals.repeat_interleave(response_lengths)

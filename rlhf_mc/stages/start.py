@@ -136,7 +136,7 @@ class Run:
 
     @property
     def critic(self) -> RoleModel:
-        """The value model."""
+        """The value model, where there is one."""
         return self.roles[Role.CRITIC]
 
     @property

@@ -49,15 +49,17 @@ def _learning_rate(run: Run, section: Actor | Critic, step: int) -> float:
 
 
 def train(run: Run, experience: Experience, iteration: int) -> dict[str, float]:
-    """Collective over all ranks. Critic, then actor (which rests while the critic warms up), then its draft heads; metrics of all."""
+    """Collective over all ranks. The critic, if any, then the actor, which rests while it warms up, then draft heads; metrics of all."""
     run.safe_point()  # the last one of the iteration: an update that was begun is finished
     finish_checkpoint(run)
     run.updated = True
     if skipped(run, "all models", fault_of_experience(experience, run.guard.bounds), experience, iteration):
         return run.guard.metrics()
-    with run.clock.stage("update_critic"), run.residency.on_device(Role.CRITIC, TRAINING):
-        metrics = train_critic(run, experience, iteration)
-    rests = iteration < run.settings.critic.warmup_iterations
+    metrics, rests = {}, False
+    if Role.CRITIC in run.roles:
+        with run.clock.stage("update_critic"), run.residency.on_device(Role.CRITIC, TRAINING):
+            metrics = train_critic(run, experience, iteration)
+        rests = iteration < run.settings.critic.warmup_iterations
     if rests and not run.trains_heads:
         return metrics | run.guard.metrics()
     heads = Visit(Role.MEDUSA, TRAINING) if run.trains_heads else None

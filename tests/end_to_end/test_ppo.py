@@ -26,6 +26,7 @@ from rlhf_mc.config import Medusa
 from rlhf_mc.medusa.files import check_heads, load_heads
 from rlhf_mc.medusa.shape import HeadsShape
 from rlhf_mc.models.hf_config import read_shape
+from rlhf_mc.rollout_files import read_rollout
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -224,6 +225,23 @@ def test_kl_loss_pretraining_text_and_shortest_length_take_part(data_parallel):
         assert line["critic/rewards/mean"] == pytest.approx(line["critic/score/mean"], abs=1e-6)
     losses = [line["actor/ptx_loss"] for line in data_parallel.metrics]
     assert losses[-1] < losses[0]
+
+
+def test_without_a_critic_samples_are_judged_by_their_neighbours(task):
+    group = dict(algorithm__advantages="rloo", algorithm__kl="{use: loss, estimator: k3, coef: 0.1}", rollout__samples_per_prompt="4")
+    alone = run(task, "alone", "llama", **group, trainer__iterations="2", trainer__save_every="2", rollout__dump="true")
+    for line in alone.metrics:
+        assert line["offload/to_host_gib"] + line["offload/to_device_gib"] == line["offload/minimum_gib"] > 0
+        assert line["actor/grad_norm"] > 0 and "critic/grad_norm" not in line and "timing_s/score/critic" not in line
+        assert line["critic/values/max"] == line["critic/values/min"] == 0
+    _, experience = read_rollout(alone.directory / "rollouts" / "000001.jsonl")
+    lengths = experience.rollout.response_lengths
+    scores = experience.scores.view(-1, 4).double()
+    expected = (scores - (scores.sum(1, keepdim=True) - scores) / 3).view(-1).repeat_interleave(lengths)
+    torch.testing.assert_close(experience.advantages.double(), expected, rtol=0, atol=1e-6)
+    assert expected.abs().max() > 0.01
+    assert not (alone.directory / "critic").exists() and "results are in" in alone.output
+    assert not list((alone.directory / "checkpoints/000002").glob("*critic*"))
 
 
 @every("tensor_parallel", "pipeline")

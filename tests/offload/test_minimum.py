@@ -43,6 +43,11 @@ def test_an_iteration_of_ppo_loads_four_models_and_two_optimizers():
     assert later_iteration(SIZES) == {"to_device": 4 * 2 * N + 2 * 12 * N // D, "to_host": 2 * 12 * N // D + 2 * 2 * N}
 
 
+def test_without_a_critic_the_actor_stays_from_its_scoring_to_its_training():
+    moved = later_iteration(SIZES, ppo_visits("actor", None, ["reference", "reward_model"]))
+    assert moved == {"to_device": 3 * 2 * N + 12 * N // D, "to_host": 12 * N // D + 2 * N}
+
+
 def test_shared_host_copies_divide_what_params_cost():
     shared = {role: size.shared(D) for role, size in SIZES.items()}
     assert later_iteration(shared) == {"to_device": 8 * N // D + 2 * 12 * N // D, "to_host": 2 * 12 * N // D + 2 * 2 * N // D}
