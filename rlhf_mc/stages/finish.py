@@ -6,28 +6,22 @@ from pathlib import Path
 
 import torch
 
-from rlhf_mc.models.role import Role
-from rlhf_mc.offload import Part
 from rlhf_mc.stages.checkpoint import finish_checkpoint
 from rlhf_mc.stages.dump import finish_dump
+from rlhf_mc.stages.export import save_models
 from rlhf_mc.stages.start import Run
 from rlhf_mc.tracking import Comparison
 
 
 def finish(run: Run, before: dict[str, float], after: dict[str, float]) -> None:
-    """Collective over all ranks. Actor and critic, if trained, as Hugging Face directories; the ledger, the residue, before and after.
+    """Collective over all ranks. What was trained, as directories for other programs; the ledger, the residue, before and after.
 
-    The last dump and the last checkpoint are complete by then.
+    The last dump and the last checkpoint are complete by then. Raises SaveError on every rank where rank 0 cannot write.
     """
     settings, output = run.settings, Path(run.settings.trainer.output_dir)
     finish_dump(run)
     finish_checkpoint(run)
-    for role in (Role.ACTOR, Role.CRITIC) if settings.trainer.trains else ():
-        with run.clock.stage("save"), run.residency.on_device(role, Part.PARAMS):
-            run.roles[role].save(str(output / role.value))
-    if run.drafter is not None and settings.trainer.trains:
-        with run.clock.stage("save"), run.residency.on_device(Role.MEDUSA, Part.PARAMS):
-            run.drafter.save(output / "medusa", run.actor.shape, output / Role.ACTOR.value)
+    save_models(run, output)
     with run.residency.nobody_on_device():
         run.tracker.say(f"bytes moved by offload\n{run.residency.ledger.table()}")
         run.tracker.say(f"device of rank {run.world.rank} between stages\n{run.residency.residue()}")
