@@ -481,6 +481,7 @@ class Trainer:
     keep_last: int = 2  #: checkpoints that stay; older ones are removed
     keep_best: int = 0  #: checkpoints that stay for being best by best_by, new or old; 0: only the newest stay
     best_by: str = "val/reward_model"  #: metric of a checkpoint's last iteration, the largest is best; -NAME: the smallest
+    export_every: int = 0  #: train: iterations between exports of models to output_dir/exports; 0: only at the end
     resume: Literal["auto", "never"] = "auto"  #: auto: go on from the newest whole checkpoint in output_dir
     num_sample_rows: int = 8  #: rows of the sample table
     trace_iterations: int = 2  #: iterations before the present one kept for output_dir/trace/rank*.json; 0: no traces
@@ -517,6 +518,7 @@ class Trainer:
         _check(self.save_every >= 0, f"{key}.save_every: {self.save_every} is negative; 0: no checkpoints")
         _check(self.keep_last >= 1, f"{key}.keep_last: {self.keep_last} leaves no checkpoint; keep 1 or more, or set {key}.save_every=0")
         _check(self.keep_best >= 0, f"{key}.keep_best: {self.keep_best} is negative; 0: only the newest stay")
+        _check(self.export_every >= 0, f"{key}.export_every: {self.export_every} is negative; 0: only at the end")
         _check(bool(self.best_by.removeprefix("-")), f"{key}.best_by: '{self.best_by}' names no metric; one of metrics.jsonl will do")
         _check(self.trace_iterations >= 0, f"{key}.trace_iterations: {self.trace_iterations} is negative; 0: no traces")
 

@@ -44,6 +44,11 @@ def _mode(settings: Settings) -> Iterator[str]:
     mode, replay_dir = settings.trainer.mode, settings.rollout.replay_dir
     if mode == "heads":
         yield "trainer.mode: heads, but this program is for PPO; start rlhf_mc.stages.heads, or set trainer.mode=ppo"
+    if mode == "rollout" and settings.trainer.export_every:
+        yield (
+            f"trainer.export_every: {settings.trainer.export_every}, but trainer.mode: rollout trains nothing that could be exported; "
+            "set trainer.export_every=0, or trainer.mode=ppo"
+        )
     if mode == "update" and replay_dir is None:
         yield (
             "rollout.replay_dir: null, but trainer.mode: update trains on rollouts of another run; "
@@ -100,6 +105,11 @@ def _heads_alone(settings: Settings) -> Iterator[str]:
         yield "medusa.enabled: false, but this program trains draft heads and nothing else; set medusa.enabled=true"
     if not settings.medusa.train:
         yield "medusa.train: false leaves the draft heads as they are, and this program trains nothing else; set medusa.train=true"
+    if settings.trainer.export_every:
+        yield (
+            f"trainer.export_every: {settings.trainer.export_every}, but this program writes the draft heads at its end only; "
+            "set trainer.export_every=0"
+        )
     if settings.rollout.dump:
         yield "rollout.dump: true, but draft heads are trained without rewards, and make no experience to write; set rollout.dump=false"
 

@@ -20,6 +20,7 @@ def ppo(settings: Settings) -> None:
     from rlhf_mc.stages.checkpoint import begin, save_checkpoint
     from rlhf_mc.stages.dump import dump
     from rlhf_mc.stages.evaluate import evaluate, sample_rows
+    from rlhf_mc.stages.export import export
     from rlhf_mc.stages.finish import finish
     from rlhf_mc.stages.leave import leaves_when_asked
     from rlhf_mc.stages.make_experience import make_experience
@@ -47,6 +48,7 @@ def ppo(settings: Settings) -> None:
             run.tracker.samples(iteration, sample_rows(run, experience), show=iteration == 0)
             metrics |= iteration_metrics(run, experience)
             run.tracker.log(iteration, metrics)
+            export(run, iteration + 1)
             save_checkpoint(run, iteration + 1, metrics)
         finish(run, before, after=evaluate(run, trainer.iterations))
 

@@ -67,6 +67,7 @@ SECTION_FAULTS = [
     ("trainer.evaluate_every=-1", "trainer.evaluate_every: -1"),
     ("trainer.trace_iterations=-1", "trainer.trace_iterations: -1"),
     ("trainer.keep_best=-1", "trainer.keep_best: -1"),
+    ("trainer.export_every=-1", "trainer.export_every: -1"),
     ("trainer.best_by='-'", "trainer.best_by: '-' names no metric"),
     ("guard.max_bad_updates=0", "guard.max_bad_updates: 0"),
     ("guard.max_score=0", "guard.max_score: 0.0"),
@@ -246,6 +247,11 @@ UPDATE = ["trainer.mode=update", "rollout.replay_dir=rollouts", "actor.path=acto
             "rollout.placement: separate, but trainer.mode: update generates nothing",
             "set rollout.placement=colocated and rollout.engine_ranks=0",
         ),
+        (
+            ["trainer.mode=rollout", "trainer.export_every=2"],
+            "trainer.export_every: 2, but trainer.mode: rollout trains nothing",
+            "set trainer.export_every=0",
+        ),
         (["trainer.mode=rollout", "rollout.replay_dir=r"], "rollout.replay_dir: r would never be read under trainer.mode: rollout", "null"),
     ],
 )
@@ -288,6 +294,7 @@ def test_what_a_mode_does(mode, generates, makes_experience, trains):
         (["medusa.enabled=false"], "medusa.enabled: false, but this program trains draft heads", "set medusa.enabled=true"),
         (["medusa.train=false"], "medusa.train: false leaves the draft heads as they are", "set medusa.train=true"),
         (["data.train=[]"], "data.train: []", "name the files"),
+        (["trainer.export_every=2"], "trainer.export_every: 2, but this program writes the draft heads at its end only", "set trainer.export_every=0"),
         (["rollout.dump=true"], "rollout.dump: true, but draft heads are trained without rewards", "set rollout.dump=false"),
         (["rollout.max_tokens=3"], "medusa.num_heads: 3, but a response has rollout.max_tokens: 3", "set it to 2 or less"),
         (["rollout.tensor_parallel=2"], "rollout.tensor_parallel: 2 does not divide", "1"),

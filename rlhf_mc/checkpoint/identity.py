@@ -17,8 +17,8 @@ from rlhf_mc.parallel.world import World
 #: Keys, and sections of keys, that may change on the way: they do not say what is computed, or rounding is all that they change.
 _FREE = (
     "trainer.output_dir", "trainer.evaluate_every", "trainer.num_sample_rows", "trainer.trace_iterations", "trainer.trust_remote_code",
-    "trainer.save_every", "trainer.keep_last", "trainer.keep_best", "trainer.best_by", "trainer.resume", "trainer.device",
-    "trainer.recompute", "trainer.deterministic",
+    "trainer.save_every", "trainer.keep_last", "trainer.keep_best", "trainer.best_by", "trainer.export_every", "trainer.resume",
+    "trainer.device", "trainer.recompute", "trainer.deterministic",
     "data.validation", "supervised", "guard", "watchdog", "wandb", "parallel", "offload", "pipeline", "rollout.placement", "rollout.engine_ranks",
     "rollout.tensor_parallel", "rollout.max_running_sequences", "rollout.kv_cache_gib", "rollout.enforce_eager", "rollout.dump",
     "reward.num_workers", "reward.timeout_seconds", "reward.memory_gib", "reward.network", "reward.max_error_rate",

@@ -19,6 +19,7 @@ from rlhf_mc.models.hf_config import ModelShape
 from rlhf_mc.models.hf_weights import Owned, gather_tensors, read_output_layer
 from rlhf_mc.models.optimizer import build_optimizer, step_optimizer, wrap_for_training
 from rlhf_mc.models.role import Resident, Role, RoleModel
+from rlhf_mc.models.whole_directory import agree
 
 
 @dataclass(kw_only=True)
@@ -55,14 +56,13 @@ class DraftModel(Resident):
                 owned[position][piece.name] = [piece]
         yield from gather_tensors(self.shape.tensors(), self.params(), owned, self.heads.config.params_dtype, self.world)
 
-
     def save(self, target: str | Path, model: ModelShape, model_directory: str | Path) -> None:
-        """Collective over the model group. Writes a directory of heads, on rank 0's copy. The model is saved in `model_directory`, which
-        rank 0 reads.
+        """Collective over all ranks. Rank 0 writes a directory of heads; SaveError on every rank where it cannot. The model is saved in
+        `model_directory`, which rank 0 reads.
         """
         writes = self.world.rank == 0
         output_layer = read_output_layer(model_directory, model) if writes and self.shape.shared_output else None
-        save_heads(target, self.shape, model, self.export(), output_layer, writes)
+        agree(self.world, lambda: save_heads(target, self.shape, model, self.export(), output_layer, writes))
 
 
 def build_drafter(settings: Settings, actor: RoleModel, trained: bool, tensors: Mapping[str, Tensor] | None = None) -> DraftModel:

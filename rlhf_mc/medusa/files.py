@@ -6,7 +6,6 @@ config.json also says on which model they were trained: heads read its last hidd
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 from rlhf_mc.config import ConfigError, Medusa
 from rlhf_mc.medusa.shape import HeadsShape
 from rlhf_mc.models.hf_config import ModelShape
+from rlhf_mc.models.whole_directory import naming, whole_directory
 
 _CONFIG, _TENSORS = "config.json", "model.safetensors"
 _SHARED_OUTPUT = "lm_heads.0.weight"  # vLLM's name for the output layer of all heads
@@ -56,7 +56,7 @@ def save_heads(
     """Takes all `tensors` (a collective: name, whole tensor) and, where `writes`, makes a directory of heads.
 
     output_layer: [vocab, hidden] of the model, where the heads share it: vLLM reads a copy of it with them. Not needed elsewhere than
-    on the rank that writes. The directory is written aside and renamed, so that it is whole or not there.
+    on the rank that writes. The directory is whole or not there. Raises SaveError where the disk is full or refuses.
     """
     on_host: dict[str, Tensor] = {}
     for name, tensor in tensors:
@@ -66,12 +66,10 @@ def save_heads(
         return
     if shape.shared_output:
         on_host[_SHARED_OUTPUT] = output_layer
-    aside = Path(f"{directory}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    write_heads_config(aside, shape, model)
-    save_file(on_host, aside / _TENSORS, metadata={"format": "pt"})
-    shutil.rmtree(directory, ignore_errors=True)
-    aside.rename(directory)
+    with whole_directory(Path(directory)) as aside:
+        write_heads_config(aside, shape, model)
+        with naming(aside / _TENSORS):
+            save_file(on_host, aside / _TENSORS, metadata={"format": "pt"})
 
 
 def load_heads(directory: str | Path, shape: HeadsShape) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from rlhf_mc.config import ConfigError
 from rlhf_mc.models.hf_config import ModelShape
 from rlhf_mc.models.weight_layout import OUTPUT, Shard, hf_shapes, pieces_of
+from rlhf_mc.models.whole_directory import SaveError, naming, whole_directory
 from rlhf_mc.parallel.reshard import Piece, Shapes
 from rlhf_mc.parallel.world import World
 
@@ -195,35 +196,51 @@ def save_hf_directory(
 ) -> None:
     """Takes all `tensors` (a collective) and, where `writes`, makes a Hugging Face directory at `target`.
 
-    config.json, tokenizer and the rest come from `source`; files hold at most 4 GiB. The directory is written aside and
-    renamed, so that `target` is whole or not there.
+    config.json, tokenizer and the rest come from `source`; files hold at most 4 GiB. `target` is whole or not there. Raises SaveError
+    where the disk is full or refuses, after all `tensors` were taken.
     """
-    aside = Path(str(target) + ".partial")
-    if writes:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+    if not writes:
+        _take_all(tensors)
+        return
+    try:
+        with whole_directory(Path(target)) as aside:
+            weight_map = _write_parts(tensors, aside)
+            _name_files(aside, weight_map)
+            _copy_companions(Path(source), aside, value_head, dtype)
+    except SaveError:
+        _take_all(tensors)
+        raise
+
+
+def _take_all(tensors: Iterator[tuple[str, Tensor]]) -> None:
+    for _ in tensors:
+        pass
+
+
+def _write_parts(tensors: Iterator[tuple[str, Tensor]], aside: Path) -> dict[str, int]:
+    """Writes part-0, part-1, ... into `aside`; tensor's name -> number of its part."""
     weight_map: dict[str, int] = {}
     part: dict[str, Tensor] = {}
     number = 0
     for name, tensor in tensors:
-        if not writes:
-            continue
         if part and sum(t.nbytes for t in part.values()) + tensor.nbytes > _FILE_BYTES:
-            save_file(part, aside / f"part-{number}.safetensors", metadata={"format": "pt"})
+            _write_part(part, aside, number)
             part, number = {}, number + 1
         part[name] = tensor.to("cpu", copy=True).contiguous()
         weight_map[name] = number
-    if not writes:
-        return
-    save_file(part, aside / f"part-{number}.safetensors", metadata={"format": "pt"})
-    _name_files(aside, weight_map, number + 1)
-    _copy_companions(Path(source), aside, value_head, dtype)
-    shutil.rmtree(target, ignore_errors=True)
-    aside.rename(target)
+    _write_part(part, aside, number)
+    return weight_map
 
 
-def _name_files(directory: Path, weight_map: dict[str, int], count: int) -> None:
+def _write_part(part: dict[str, Tensor], aside: Path, number: int) -> None:
+    path = aside / f"part-{number}.safetensors"
+    with naming(path):
+        save_file(part, path, metadata={"format": "pt"})
+
+
+def _name_files(directory: Path, weight_map: dict[str, int]) -> None:
     """Gives the parts the names that transformers expects, with an index where there are several."""
+    count = max(weight_map.values()) + 1
     if count == 1:
         (directory / "part-0.safetensors").rename(directory / "model.safetensors")
         return

@@ -6,30 +6,23 @@ from pathlib import Path
 
 import torch
 
-from rlhf_mc.models.role import Role
 from rlhf_mc.models.roles import TRAINED_ROLES
-from rlhf_mc.offload import Part
 from rlhf_mc.stages.checkpoint import finish_checkpoint
 from rlhf_mc.stages.dump import finish_dump
+from rlhf_mc.stages.export import save_models
 from rlhf_mc.stages.start import Run
 from rlhf_mc.tracking import Comparison
 
 
 def finish(run: Run, before: dict[str, float], after: dict[str, float]) -> None:
-    """Collective over all ranks. Actor and critic, if trained, as Hugging Face directories; the ledger, the residue, before and after.
+    """Collective over all ranks. What was trained, as directories for other programs; the ledger, the residue, before and after.
 
-    The last dump and the last checkpoint are complete by then.
+    The last dump and the last checkpoint are complete by then. Raises SaveError on every rank where rank 0 cannot write.
     """
     settings, output = run.settings, Path(run.settings.trainer.output_dir)
     finish_dump(run)
     finish_checkpoint(run)
-    trained = [role for role in TRAINED_ROLES if role in run.roles] if settings.trainer.trains else []
-    for role in trained:
-        with run.clock.stage("save"), run.residency.on_device(role, Part.PARAMS):
-            run.roles[role].save(str(output / role.value))
-    if run.drafter is not None and settings.trainer.trains:
-        with run.clock.stage("save"), run.residency.on_device(Role.MEDUSA, Part.PARAMS):
-            run.drafter.save(output / "medusa", run.actor.shape, output / Role.ACTOR.value)
+    save_models(run, output)
     with run.residency.nobody_on_device():
         run.tracker.say(f"bytes moved by offload\n{run.residency.ledger.table()}")
         run.tracker.say(f"device of rank {run.world.rank} between stages\n{run.residency.residue()}")
@@ -40,7 +33,8 @@ def finish(run: Run, before: dict[str, float], after: dict[str, float]) -> None:
     peak = run.world.sum_over_ranks(torch.tensor([run.clock.host_peak_gib], dtype=torch.float64)).item()
     run.tracker.say(f"peak of host memory: {peak:.2f} GiB (resident, the peaks of all {run.world.size} ranks added)")
     run.tracker.goodput()
-    models = f"{' and '.join(f'{role.value}/' for role in trained)} (Hugging Face), " if trained else ""
+    trained = " and ".join(f"{role.value}/" for role in TRAINED_ROLES if role in run.roles and settings.trainer.trains)
+    models = f"{trained} (Hugging Face), " if trained else ""
     models += "medusa/ (vLLM), " if models and run.drafter is not None else ""
     rollouts = "rollouts/, " if settings.dumps else ""
     run.tracker.say(f"results are in {output.resolve()}: {models}{rollouts}metrics.jsonl, samples.jsonl, summary.json")

@@ -14,6 +14,7 @@ from rlhf_mc.models.loss import Loss, LossSum
 if TYPE_CHECKING:
     from rlhf_mc.config import Settings
     from rlhf_mc.parallel.packing import PackedMicrobatch
+    from rlhf_mc.stages.supervised import Objective
 
 
 def preference_loss(batch: SequenceBatch) -> tuple[Loss, int]:
@@ -33,13 +34,20 @@ def held_out_accuracy(scores: Tensor) -> dict[str, float]:
     return {f"val/{name}": (total / sums.count).item() for name, total in sums.stats.items()}
 
 
-def reward_model(settings: Settings) -> None:
-    """Collective over all ranks: the whole program."""
+def preferences() -> Objective:
+    """To score the chosen response of each pair higher."""
     from rlhf_mc.data import PreferencePairs
     from rlhf_mc.models.role import Role
-    from rlhf_mc.stages.supervised import Objective, fit
+    from rlhf_mc.stages.supervised import Objective
 
-    fit(settings, Objective(Role.REWARD, PreferencePairs, "value", "last", preference_loss, held_out_accuracy))
+    return Objective(Role.REWARD, PreferencePairs, "value", "last", preference_loss, held_out_accuracy)
+
+
+def reward_model(settings: Settings) -> None:
+    """Collective over all ranks: the whole program."""
+    from rlhf_mc.stages.supervised import fit
+
+    fit(settings, preferences())
 
 
 if __name__ == "__main__":

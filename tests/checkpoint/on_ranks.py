@@ -216,11 +216,16 @@ def published(world: World, language: str, value: str, dtype: str, distributed: 
     world.any_rank(False)
 
 
+def export_all(world: World, checkpoint: str, target: str) -> None:
+    """Each trained role of a checkpoint to `target`/ROLE."""
+    for role in (Role.ACTOR, Role.CRITIC, Role.MEDUSA):
+        export(Path(checkpoint), Path(target, role.value), role)
+
+
 def export_roles(world: World, root: str) -> dict[str, str]:
     """Each role of root/000001 to root/exported; of a damaged and of a missing role, the error."""
     checkpoint, target = Path(root, "000001"), Path(root, "exported")
-    for role in (Role.ACTOR, Role.CRITIC, Role.MEDUSA):
-        export(checkpoint, target / role.value, role)
+    export_all(world, str(checkpoint), str(target))
     errors = {}
     harmed = next(checkpoint.glob("*critic*"))
     harmed.write_bytes(harmed.read_bytes()[:-4])

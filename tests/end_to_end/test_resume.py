@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from end_to_end.job import Job, start
 from end_to_end.task import Task, written
+from ranks import RankPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -28,6 +29,7 @@ def launch(task: Task, name: str, *faults: dict[str, Any], **environment: str) -
     settings = task.overrides(task.directory / name, "llama") | {
         "trainer.iterations": str(ITERATIONS),
         "trainer.save_every": "2",
+        "trainer.export_every": "2",
         "actor.optim.schedule": "linear",
         "critic.optim.schedule": "cosine",
         "algorithm.epochs": "2",
@@ -58,10 +60,27 @@ def checkpoints(directory: Path) -> list[str]:
     return sorted(path.name for path in (directory / "checkpoints").iterdir())
 
 
-def test_a_killed_run_ends_with_the_bits_of_the_straight_one(task):
+def files(directory: Path) -> dict[str, bytes]:
+    """All below it, by their paths."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def check_exports(ranks: RankPool, run: Path, aside: Path) -> None:
+    """The last one is what the run leaves at its end, the first what its checkpoint of these iterations makes."""
+    last, first = run / "exports/000004", run / "exports/000002"
+    assert sorted(run.glob("exports/*")) == [first, last]
+    ranks.run("checkpoint.on_ranks:export_all", checkpoint=str(run / "checkpoints/000002"), target=str(aside))
+    assert files(first) == files(aside)
+    for role in ("actor", "critic", "medusa"):
+        assert files(last / role) == files(run / role)
+        assert (first / role / "model.safetensors").read_bytes() != (last / role / "model.safetensors").read_bytes()
+
+
+def test_a_killed_run_ends_with_the_bits_of_the_straight_one(task, ranks, tmp_path):
     straight, resumed = task.directory / "straight", task.directory / "resumed"
     assert "checkpoint after 4 iterations: " in finished(launch(task, "straight"))
     assert checkpoints(straight) == ["000002", "000004", "latest"]
+    check_exports(ranks, straight, tmp_path / "exported")
 
     # Asked in the second iteration. Where the signal finds the ranks before the update, what they have made is left, with all that it
     # changed; where it finds them in it, the iteration is finished first.
@@ -85,5 +104,6 @@ def test_a_killed_run_ends_with_the_bits_of_the_straight_one(task):
         assert (resumed / file).read_bytes() == (straight / file).read_bytes(), file
     assert metrics(resumed) == metrics(straight) and len(metrics(straight)[0]) > 40
     assert " s in 3 attempts" in output[output.index("goodput: ") :]
+    assert files(resumed / "exports") == files(straight / "exports")
     for file in sorted((straight / "checkpoints/000004").glob("*rank*")):
         assert (resumed / "checkpoints/000004" / file.name).read_bytes() == file.read_bytes(), file.name

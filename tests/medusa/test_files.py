@@ -17,6 +17,7 @@ from rlhf_mc.config import ConfigError, Medusa
 from rlhf_mc.medusa.files import check_heads, load_heads, save_heads, write_heads_config
 from rlhf_mc.medusa.shape import HeadsShape
 from rlhf_mc.models.hf_config import ModelShape
+from rlhf_mc.models.whole_directory import SaveError
 
 MODEL = ModelShape("llama", 4, 16, 4, 2, 4, 24, 101, 1e-6, True, False, False, {}, None, 256, False)
 OUTPUT = torch.arange(101.0 * 16).view(101, 16)
@@ -89,6 +90,13 @@ def test_a_failure_while_saving_leaves_the_old_heads(tmp_path):
         save_heads(directory, shape, MODEL, breaking(), OUTPUT, writes=True)
     check_heads(directory, SHARED, MODEL)
     assert load_heads(directory, shape)[shape.block_names[0]].any()
+
+
+def test_where_nothing_can_be_written_the_file_is_named(tmp_path):
+    shape = HeadsShape.of(SHARED, MODEL)
+    (tmp_path / "file").touch()
+    with pytest.raises(SaveError, match="file/heads.partial: the model cannot be written: Not a directory; make room there"):
+        save_heads(tmp_path / "file" / "heads", shape, MODEL, heads(shape).items(), OUTPUT, writes=True)
 
 
 @pytest.mark.parametrize("settings", [SHARED, OWN], ids=["shared output", "own outputs"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
+import resource
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from rlhf_mc.models.loss import Loss, LossSum
 from rlhf_mc.models.passes import accumulate_gradients, bad_gradients, score, update, zero_gradients
 from rlhf_mc.models.role import Head, Role, RoleModel, build_role
 from rlhf_mc.models.stepped import stepped
+from rlhf_mc.models.whole_directory import SaveError
 from rlhf_mc.parallel.megatron_cpu import cpu_tensors_pass_for_cuda
 from rlhf_mc.parallel.packing import PackedMicrobatch
 from rlhf_mc.parallel.world import World
@@ -164,19 +165,21 @@ def poisoned_sequence(world: World, directory: str, batch: SequenceBatch, token:
     return clean, score(model, batch, "predicted", budget)
 
 
-def broken_off_save(world: World, directory: str, target: str) -> tuple[str, list[str]]:
-    """A save over `target` that breaks off in the middle: the error, and what lies in `target` afterwards."""
+def saved_on_full_disk(world: World, directory: str, target: str) -> str:
+    """A save in several small files on a disk that refuses the first: what the error says. Then all ranks are in step."""
     model = make_role(world, directory)
-
-    def breaks_off():
-        yield from list(model.export())[:3]
-        raise OSError("no space left")
-
+    limits, (soft, hard) = (hf_weights._FILE_BYTES, hf_weights._BUCKET_BYTES), resource.getrlimit(resource.RLIMIT_FSIZE)
+    hf_weights._FILE_BYTES, hf_weights._BUCKET_BYTES = 20_000, 9_000
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4_096, hard))
     try:
-        hf_weights.save_hf_directory(breaks_off(), directory, target, False, model.dtype, writes=True)
-    except OSError as error:
-        return str(error), sorted(path.name for path in Path(target).iterdir())
-    return "", []
+        model.save(target)
+    except SaveError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        hf_weights._FILE_BYTES, hf_weights._BUCKET_BYTES = limits
+        assert world.from_everyone(world.rank) == list(range(world.size))
+    return ""
 
 
 def bits_of(model: RoleModel) -> dict[str, Tensor]:

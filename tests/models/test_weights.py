@@ -107,14 +107,16 @@ def test_companions_follow_and_weights_of_other_formats_do_not(ranks: RankPool, 
     assert "tokenizer.json" in names and "pytorch_model.bin" not in names
 
 
-def test_a_save_that_breaks_off_leaves_the_last_one_whole(ranks: RankPool, language_model, tmp_path) -> None:
+def test_a_full_disk_stops_all_ranks_and_leaves_the_last_one_whole(ranks: RankPool, language_model, tmp_path) -> None:
     target = tmp_path / "saved"
     target.mkdir()
     (target / "model.safetensors").write_bytes(b"the last good one")
     arguments = dict(directory=language_model("llama"), target=str(target))
-    error, names = ranks.run("models.on_ranks:broken_off_save", **arguments)[0]
-    assert error == "no space left" and names == ["model.safetensors"]
-    assert (target / "model.safetensors").read_bytes() == b"the last good one"
+    first, second = ranks.run("models.on_ranks:saved_on_full_disk", Layout(tensor=2), **arguments)
+    assert first == second and first.startswith(f"rank 0: {target}.partial/part-0.safetensors: the model cannot be written: "), first
+    assert "File too large" in first and first.endswith("; make room there, or name another directory")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert [(path.name, path.read_bytes()) for path in target.iterdir()] == [("model.safetensors", b"the last good one")]
 
 
 def _damaged(source: str, target: Path, damage) -> str:

@@ -20,7 +20,7 @@ from rlhf_mc.models.loss import Loss, LossSum
 from rlhf_mc.models.passes import accumulate_gradients, score, update, zero_gradients
 from rlhf_mc.models.optimizer import torch_optimizers
 from rlhf_mc.models.role import Resident, Role, RoleModel, build_role
-from rlhf_mc.offload import TRAINING, Ledger, ModelState, Part, Residency, ResidencyError, Visit
+from rlhf_mc.offload import EMPTY, TRAINING, Ledger, ModelState, Part, Residency, ResidencyError, Visit
 from rlhf_mc.offload.arena import storage_key
 from rlhf_mc.offload.host_plan import plan_residency, refuse_small_host
 from rlhf_mc.offload.minimum import RoleBytes, ppo_visits
@@ -300,8 +300,9 @@ def saved_between_stages(world: World, language: str, value: str, target: str) -
         return all(torch.equal(saved.get_tensor(name), tensor) for name, tensor in truth.items())
 
 
-def swaps_by_schedule(world: World, language: str, value: str, room_for: int | None) -> dict[str, Any]:
+def swaps_by_schedule(world: World, language: str, value: str, room_for: int | None, exports: bool = False) -> dict[str, Any]:
     """Three iterations of actor, draft heads and critic by PPO's schedule, with a budget that has room for so many visits, or none.
+    With exports after each, which are not in the schedule, though the visits look like those that are.
 
     peak: most bytes of parts on the device at once.  visit: bytes of the largest visit.  bucket: of the largest storage.
     early: parts that were on their way before they were asked for.  spans: name, track, seconds and arguments of each in the trace.
@@ -318,13 +319,16 @@ def swaps_by_schedule(world: World, language: str, value: str, room_for: int | N
     trace.begin_iteration()
     residency._mover.peak_bytes = 0  # of the start, where each role is built on the device
     early: list[str] = []
+    named = [(visit, None) for visit in visits]
+    if exports:
+        named += [(visits[0], Visit(Role.CRITIC, Part.PARAMS)), (Visit(Role.CRITIC, Part.PARAMS), EMPTY)]
     with poisoned(copy_seconds=1e-3):
-        for visit in visits * 3:
+        for visit, following in named * 3:
             if visit.role is None:
                 residency.all_off()
                 continue
             early += [holding.name for holding in residency._holdings.values() if holding.in_flight]
-            with residency.on_device(visit.role, visit.parts, beside=visit.beside):
+            with residency.on_device(visit.role, visit.parts, following, beside=visit.beside):
                 for claim in visit.claims():
                     if claim.updates:
                         one_step(states[claim.role].model)

@@ -65,9 +65,10 @@ def test_the_trace_has_every_byte_that_the_ledger_has(ranks, models):
     assert waits and all(track == "main" and args == {"role", "part"} for track, args in waits)
 
 
+@pytest.mark.parametrize("exports", [False, True], ids=["", "exports"])
 @pytest.mark.parametrize("room_for", [1, 2])
-def test_the_next_visit_is_prefetched_where_the_budget_has_room(ranks, models, room_for):
-    (seen,) = ranks.run("offload.on_ranks:swaps_by_schedule", room_for=room_for, **models)
+def test_the_next_visit_is_prefetched_where_the_budget_has_room(ranks, models, room_for, exports):
+    (seen,) = ranks.run("offload.on_ranks:swaps_by_schedule", room_for=room_for, exports=exports, **models)
     assert seen["peak"] <= room_for * seen["visit"]
     assert seen["moved"] == seen["minimum"]
     # The actor's moments, while the critic trains, need the room of both; params in scoring always fit.
