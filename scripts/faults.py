@@ -62,8 +62,8 @@ class Case:
 
 
 def fault(stage: str, action: str, iteration: int = 3, rank: int = 1, **more: object) -> tuple[Mapping[str, object], ...]:
-    """For Case.faults. A checkpoint comes when its iteration was logged, so that the clock has begun the next one."""
-    iteration += stage == "save_checkpoint"
+    """For Case.faults. Exports and checkpoints come when their iteration was logged, so that the clock has begun the next one."""
+    iteration += stage in ("save", "save_checkpoint")
     return ({"stage": stage, "iteration": iteration, "rank": rank, "action": action, **more},)
 
 
@@ -89,6 +89,7 @@ def killed() -> list[Case]:
         *found,
         Case("kill -9 of rank 0 in save_checkpoint", faults=fault("save_checkpoint", "kill", rank=0)),
         Case("kill -9 of rank 0 in finish_checkpoint", faults=fault("finish_checkpoint", "kill", iteration=4, rank=0)),
+        Case("kill -9 of rank 0 in an export", faults=fault("save", "kill", rank=0)),
         Case("kill -9 of torchrun in generate", faults=fault("generate", "kill torchrun")),
         Case("kill -9 of the engine's rank", faults=fault("generate", "kill", iteration=0), settings=apart),
         Case(
@@ -128,6 +129,7 @@ def damaged() -> list[Case]:
             Case(f"disk of rank {rank} full at a checkpoint", "cannot be written", fault("save_checkpoint", "full disk", rank=rank))
             for rank in (0, 1)
         ),
+        Case("disk of rank 0 full at an export", "the model cannot be written", fault("save", "full disk", rank=0)),
     ]
 
 
@@ -209,13 +211,14 @@ def environment_of(process: psutil.Process) -> dict[str, str]:
 
 
 def settings_of(run: Path, task: Path) -> dict[str, str]:
-    """A run with all that a run may have: draft heads, dumps, evaluation, several updates an iteration, a KL coefficient that moves."""
+    """A run with all that a run may have: draft heads, dumps, exports, evaluation, several updates an iteration, a KL coefficient that moves."""
     return {
         "trainer.output_dir": str(run),
         "trainer.dtype": "fp32",
         "trainer.iterations": str(ITERATIONS),
         "trainer.save_every": "2",
         "trainer.evaluate_every": "2",
+        "trainer.export_every": "2",
         "data.train": f"[{task}/prompts.jsonl]",
         "data.validation": f"[{task}/validation.jsonl]",
         "data.chat_template": "false",
@@ -248,7 +251,7 @@ def differences(run: Path, straight: Path) -> list[str]:
     """What is not as in the straight run."""
     files = [f"{role}/model.safetensors" for role in ("actor", "critic", "medusa")] + ["samples.jsonl"]
     files += [str(path.relative_to(straight)) for path in sorted(straight.glob(f"{_NEWEST}/rank*"))]
-    files += [str(path.relative_to(straight)) for path in sorted(straight.glob("rollouts/*"))]
+    files += [str(path.relative_to(straight)) for path in sorted([*straight.glob("rollouts/*"), *straight.glob("exports/*/*/*")])]
     found = [name for name in files if not (run / name).exists() or (run / name).read_bytes() != (straight / name).read_bytes()]
     ours, theirs = (
         [{k: v for k, v in line.items() if not k.startswith(_OF_THE_MACHINE)} for line in lines_of(at / "metrics.jsonl")]
