@@ -185,7 +185,8 @@ class Residency:
         with self.on_device(role, Part.PARAMS | Part.MAIN_PARAMS | (Part(0) if on_host else Part.OPTIMIZER)) as model:
             if not on_host:
                 yield [tensor.detach() for tensor in tensors]
-            state.rebuild_params()
+            if not (on_host and state.derived):  # else they came made from the new main params
+                state.rebuild_params()
             model.version += 1
 
     def _host_copy(self, role: Role, tensor: Tensor) -> Tensor:
