@@ -17,12 +17,12 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-#: By the names that manifests have for them. Files are written with BLAKE3, whose tree runs at several times SHA-256's rate on one core.
+#: By their names in manifests. Files are written with BLAKE3, which runs at several times SHA-256's rate on a core.
 HASHES = {"blake3": blake3, "sha256": hashlib.sha256}
 _DTYPES = {torch.float32: "F32"}
 #: Hashed while it is still in the core's cache. The kernel reads ahead of it.
 _CHUNK_BYTES = 1 << 20
-#: So many bytes at a time start on their way to the disk, beside the writing of the next; fsync alone would begin with the first at the end.
+#: So many bytes at a time start on their way to the disk while the next are hashed; fsync alone would start all at the end.
 _FLUSH_BYTES = 32 << 20
 
 
@@ -31,7 +31,7 @@ class CheckpointError(RuntimeError):
 
 
 class FileRecord(NamedTuple):
-    """One file of a checkpoint, as its manifest lists it. digest: in hexadecimal digits.  algorithm: a key of HASHES."""
+    """One file of a checkpoint, as its manifest lists it. digest: hexadecimal digits.  algorithm: a key of HASHES."""
 
     name: str
     num_bytes: int
@@ -55,7 +55,8 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
                 digest.update(chunk)
                 num_bytes += chunk.nbytes
                 if num_bytes - flushed >= _FLUSH_BYTES:
-                    os.posix_fadvise(file.fileno(), flushed, num_bytes - flushed, os.POSIX_FADV_DONTNEED)  # dirty pages are written, and stay
+                    # Linux begins to write dirty pages when it is told that they are not needed, and does not wait.
+                    os.posix_fadvise(file.fileno(), flushed, num_bytes - flushed, os.POSIX_FADV_DONTNEED)
                     flushed = num_bytes
             file.flush()
             os.fsync(file.fileno())
@@ -100,9 +101,9 @@ def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> 
 
 
 def read_tensors(path: Path, targets: Mapping[str, Tensor]) -> None:
-    """Sets each target to the tensor of its name in a file of `write_tensors`, without a copy between where it is contiguous on the host.
+    """Sets each target to the tensor of its name in a file of `write_tensors`; if it is contiguous on the host, without a copy.
 
-    Raises ValueError where there is no such tensor of the target's shape in the file, OSError where it cannot be read.
+    Raises ValueError where the file has no such tensor of the target's shape, OSError where it cannot be read.
     """
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -110,7 +111,7 @@ def read_tensors(path: Path, targets: Mapping[str, Tensor]) -> None:
         for name, target in targets.items():
             place = header.get(name, {})
             if (place.get("dtype"), place.get("shape")) != (_DTYPES[target.dtype], list(target.shape)):
-                raise ValueError(f"{path}: it has no {name} of {tuple(target.shape)} in {target.dtype}, which this run has there")
+                raise ValueError(f"{path}: it has no {name} of {tuple(target.shape)} in {target.dtype}, as this run has it")
             file.seek(8 + length + place["data_offsets"][0])
             in_place = target.device.type == "cpu" and target.is_contiguous()
             values = target if in_place else torch.empty(target.shape)

@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf_mc.checkpoint.disk import HASHES, FileRecord, flush_directory, record_of, write_file, write_json
 
-FORMAT = 3  # of 2, files were hashed by SHA-256, which is still read; of 1, layers were numbered within a pipeline stage
+FORMAT = 3  # of 2, which is still read, the hash was SHA-256; of 1, layers were numbered within a pipeline stage
 _NAME = re.compile(r"\d{6,}")
 _PARTIAL = ".partial"
 _MANIFEST, _RECORD, LATEST = "manifest.json", "run.json", "latest"
@@ -157,7 +157,8 @@ def fault_of(path: Path, expected: FileRecord) -> str | None:
     if found.num_bytes != expected.num_bytes:
         return f"{file}: it has {found.num_bytes} bytes, {expected.num_bytes} were saved"
     if found.digest != expected.digest:
-        return f"{file}: its content is not what was saved ({found.algorithm} {found.digest[:12]}..., saved {expected.digest[:12]}...)"
+        digests = f"{found.algorithm} {found.digest[:12]}..., saved {expected.digest[:12]}..."
+        return f"{file}: its content is not what was saved ({digests})"
     return None
 
 

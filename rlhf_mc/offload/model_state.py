@@ -82,7 +82,7 @@ class ModelState:
 
     @property
     def makes_params(self) -> bool:
-        """Whether there are params that this rank's optimizer does not step: copies of main params, or what other ranks step."""
+        """Whether some params are not stepped here: they are copies of main params, or other ranks step them."""
         return bool(self.derived) or self.model.shards_optimizer and self.model.world.grid.copies > 1
 
     def rebuild_params(self) -> None:

@@ -169,11 +169,11 @@ class Residency:
 
     @contextmanager
     def rewriting(self, role: Role, tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-        """Gives a place for each of these tensors, which are all that the role's optimizer steps, and all of its state. Inside, the caller
-        sets their values there; then the role is what they say.
+        """Collective over the copies of each shard. A place for each of these tensors: all that the role's optimizer steps, and its state.
 
-        The places are the role's host copies, with the device empty: nothing moves that is about to be replaced. Without offload, and
-        where host copies are shared, they are the tensors themselves. Collective over the copies of each shard.
+        Inside, the caller sets all values there; at the end the role is what they say. The places are the role's host copies, with the
+        device empty, for nothing need move that is about to be replaced. Without offload, and where host copies are shared, they are
+        the tensors themselves.
         """
         state, on_host = self._states[role], self.enabled and self._shared_by is None
         if on_host:

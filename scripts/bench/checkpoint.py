@@ -7,7 +7,8 @@ counted from the start of an iteration to its end, the saving begun at the end o
 the states, the writer beside generation and scoring, and waiting for it before the update.
   limit, saving   a plain write of the same bytes to the same directory, flushed. Where that takes longer than generation and scoring, the
                   disk does not keep up, and the rest is waited for.
-  limit, loading  a plain read of the same files. Loading verifies every hash first, as a resume does. Neither is in the page cache before.
+  limit, loading  a plain read of the same files, one by one. Loading verifies every hash first, as a resume does, and then reads
+                  them again, from the page cache where they fit. Nothing is in it before.
 Its last line is one JSON object: what a checkpoint adds, as a share of an iteration.
 """
 

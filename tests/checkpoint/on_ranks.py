@@ -124,6 +124,7 @@ def saved_and_read(
     for model in models:
         read_role(residency, model.role, Path(directory, "saved"), layout_of(world, distributed))
     residency.all_off()
+    assert residency.ledger.moved() == residency.ledger.minimum()
     read = state_of(models, residency)
     train(models, residency, 1)
     read |= {f"later {name}": tensor for name, tensor in state_of(models, residency).items()}
