@@ -6,6 +6,7 @@
 from setuptools import find_packages, setup
 
 REQUIREMENTS = [
+    "blake3>=1.0",  # checkpoints' hashes: several times SHA-256's rate on one core; vLLM asks for it, too
     "megatron-core>=0.16.1,<0.20",
     "numpy",
     "psutil",

@@ -36,7 +36,7 @@ def identity(world: World, sources: Mapping[str, Sequence[str]]) -> dict[str, st
     """
     files = {key: [file for path in paths for file in _files_at(Path(path))] for key, paths in sources.items()}
     distinct = sorted({file for named in files.values() for file in named})
-    mine = {file: record_of(file).sha256 for file in distinct[world.rank :: world.size]}
+    mine = {file: record_of(file, "sha256").digest for file in distinct[world.rank :: world.size]}
     hashes = {file: found for share in world.from_everyone(mine) for file, found in share.items()}
     return {key: hashlib.sha256("".join(hashes[file] for file in named).encode()).hexdigest() for key, named in files.items()}
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rlhf_mc.checkpoint.disk import FileRecord
 from rlhf_mc.checkpoint.snapshot import DamagedError, Snapshot, fault_of, published, read_manifest, read_record
 from rlhf_mc.config import ConfigError
 from rlhf_mc.parallel.world import World
+
+_RANK = re.compile(r"rank(\d+)")
+#: Files that a rank reads at a time: one waits for the disk while the other is hashed.
+_STREAMS = 2
 
 
 @dataclass(frozen=True)
@@ -61,8 +68,16 @@ def _fault(world: World, path: Path) -> str | None:
     listed = world.from_first(lambda: _listed(path))
     if isinstance(listed, str):
         return listed
-    mine = [fault for file in listed[world.rank :: world.size] if (fault := fault_of(path, file))]
-    return next((fault for share in world.from_everyone(mine) for fault in share), None)
+    mine = [file for file in listed if _reader(file) % world.size == world.rank]
+    with ThreadPoolExecutor(_STREAMS) as streams:
+        faults = [fault for fault in streams.map(partial(fault_of, path), mine) if fault]
+    return next((fault for share in world.from_everyone(faults) for fault in share), None)
+
+
+def _reader(file: FileRecord) -> int:
+    """The rank that wrote it: on the same layout it loads it, too, and then finds it in its host's memory."""
+    found = _RANK.match(file.name)
+    return int(found[1]) if found else 0
 
 
 def _listed(path: Path) -> list[FileRecord] | str:

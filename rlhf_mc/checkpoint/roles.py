@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from rlhf_mc.checkpoint.disk import FileRecord, write_tensors
+from rlhf_mc.checkpoint.disk import FileRecord, read_tensors, write_tensors
 from rlhf_mc.checkpoint.layout import Layout
 from rlhf_mc.checkpoint.relayout import describe, file_name, values_for
 from rlhf_mc.models.role import Resident, Role
-from rlhf_mc.models.stepped import Stepped, stepped
-from rlhf_mc.offload import Part, Residency
+from rlhf_mc.models.stepped import stepped
+from rlhf_mc.offload import Residency
 
 
 @dataclass(frozen=True)
@@ -45,25 +44,16 @@ def part_of(residency: Residency, role: Role) -> RolePart:
 @torch.no_grad()
 def read_role(residency: Residency, role: Role, directory: Path, saved: Layout) -> None:
     """Collective over the data-parallel group. Makes a trained role what it was when all ranks of the layout `saved` wrote their parts."""
-    with residency.on_device(role, Part.PARAMS | Part.MAIN_PARAMS | Part.OPTIMIZER) as model:
-        shards = stepped(model)
-        if _layout_of(model) == saved:
-            _read_own(directory / file_name(role, _source_rank(model)), shards)
-        else:
+    model = residency.state(role).model
+    wanted = [(shard, kind) for shard in stepped(model) for kind in shard.kinds]
+    with residency.rewriting(role, [shard.tensor(kind) for shard, kind in wanted]) as targets:
+        if _layout_of(model) != saved:
             values = values_for(model, directory, saved)
-            for shard in shards:
-                for kind in shard.kinds:
-                    shard.tensor(kind).copy_(values(shard, kind))
-        residency.state(role).rebuild_params()
-        model.version += 1
-
-
-def _read_own(path: Path, shards: list[Stepped]) -> None:
-    if shards:
-        with safe_open(path, framework="pt") as file:
-            for shard in shards:
-                for kind in shard.kinds:
-                    shard.tensor(kind).copy_(file.get_tensor(f"{shard.name}:{kind}"))
+            for (shard, kind), target in zip(wanted, targets, strict=True):
+                target.copy_(values(shard, kind))
+        elif wanted:
+            names = [f"{shard.name}:{kind}" for shard, kind in wanted]
+            read_tensors(directory / file_name(role, _source_rank(model)), dict(zip(names, targets, strict=True)))
 
 
 def _layout_of(model: Resident) -> Layout:

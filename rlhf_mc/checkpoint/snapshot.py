@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_mc.checkpoint.disk import FileRecord, flush_directory, record_of, write_file, write_json
+from rlhf_mc.checkpoint.disk import HASHES, FileRecord, flush_directory, record_of, write_file, write_json
 
-FORMAT = 2  # of 1, layers were numbered within a pipeline stage
+FORMAT = 3  # of 2, which is still read, the hash was SHA-256; of 1, layers were numbered within a pipeline stage
 _NAME = re.compile(r"\d{6,}")
 _PARTIAL = ".partial"
 _MANIFEST, _RECORD, LATEST = "manifest.json", "run.json", "latest"
@@ -128,11 +128,18 @@ def read_manifest(path: Path) -> list[FileRecord]:
     manifest = path / _MANIFEST
     content = _read_json(manifest)
     try:
-        if content["format"] != FORMAT:
-            raise DamagedError(f"{manifest}: its format is {content['format']}, this program reads {FORMAT}")
-        return [FileRecord(str(file["name"]), int(file["num_bytes"]), str(file["sha256"])) for file in content["files"]]
+        if content["format"] not in (2, FORMAT):
+            raise DamagedError(f"{manifest}: its format is {content['format']}, this program reads {FORMAT} and 2")
+        return [_file_record(file, content["format"]) for file in content["files"]]
     except (KeyError, TypeError, ValueError) as error:
         raise error if isinstance(error, DamagedError) else DamagedError(f"{manifest}: it is damaged") from None
+
+
+def _file_record(file: dict[str, Any], written_as: int) -> FileRecord:
+    algorithm, digest = ("sha256", file["sha256"]) if written_as == 2 else (file["algorithm"], file["digest"])
+    if algorithm not in HASHES:
+        raise DamagedError(f"{file['name']}: it was hashed by {algorithm}, this program knows {', '.join(HASHES)}")
+    return FileRecord(str(file["name"]), int(file["num_bytes"]), str(digest), algorithm)
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -144,13 +151,14 @@ def fault_of(path: Path, expected: FileRecord) -> str | None:
     """What is wrong with a file of the checkpoint at `path`; None where it is what was saved. Reads all of it."""
     file = path / expected.name
     try:
-        found = record_of(file)
+        found = record_of(file, expected.algorithm)
     except OSError as error:
         return f"{file}: it cannot be read: {error.strerror or error}"
     if found.num_bytes != expected.num_bytes:
         return f"{file}: it has {found.num_bytes} bytes, {expected.num_bytes} were saved"
-    if found.sha256 != expected.sha256:
-        return f"{file}: its content is not what was saved (sha256 {found.sha256[:12]}..., saved {expected.sha256[:12]}...)"
+    if found.digest != expected.digest:
+        digests = f"{found.algorithm} {found.digest[:12]}..., saved {expected.digest[:12]}..."
+        return f"{file}: its content is not what was saved ({digests})"
     return None
 
 

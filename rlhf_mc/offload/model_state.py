@@ -80,6 +80,11 @@ class ModelState:
         derived = sum(arena.num_bytes for arena in self.arenas[Part.PARAMS] if arena.key in self.derived)
         return RoleBytes({part: self.num_bytes(part) for part in TRAINING}, derived)
 
+    @property
+    def makes_params(self) -> bool:
+        """Whether some params are not stepped here: they are copies of main params, or other ranks step them."""
+        return bool(self.derived) or self.model.shards_optimizer and self.model.world.grid.copies > 1
+
     def rebuild_params(self) -> None:
         """Collective over the copies of the shard (with the distributed optimizer). Sets all params from what the ranks step.
 

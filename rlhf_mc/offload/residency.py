@@ -167,6 +167,28 @@ class Residency:
         with self.on_device(role, Part.PARAMS):
             return [self._host_copy(role, tensor) for tensor in tensors]
 
+    @contextmanager
+    def rewriting(self, role: Role, tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+        """Collective over the copies of each shard. A place for each of these tensors: all that the role's optimizer steps, and its state.
+
+        Inside, the caller sets all values there; at the end the role is what they say. The places are the role's host copies, with the
+        device empty, for nothing need move that is about to be replaced. Without offload, and where host copies are shared, they are
+        the tensors themselves.
+        """
+        state, on_host = self._states[role], self.enabled and self._shared_by is None
+        if on_host:
+            self.all_off()
+            yield [self._host_copy(role, tensor) for tensor in tensors]
+            if not state.makes_params:
+                state.model.version += 1
+                return
+        with self.on_device(role, Part.PARAMS | Part.MAIN_PARAMS | (Part(0) if on_host else Part.OPTIMIZER)) as model:
+            if not on_host:
+                yield [tensor.detach() for tensor in tensors]
+            if not (on_host and state.derived):  # else they came made from the new main params
+                state.rebuild_params()
+            model.version += 1
+
     def _host_copy(self, role: Role, tensor: Tensor) -> Tensor:
         """The place of `tensor` in the role's host copies; a copy of it, if it is on the device."""
         holdings = (holding for key, holding in self._holdings.items() if key[0] is role)

@@ -7,7 +7,8 @@ counted from the start of an iteration to its end, the saving begun at the end o
 the states, the writer beside generation and scoring, and waiting for it before the update.
   limit, saving   a plain write of the same bytes to the same directory, flushed. Where that takes longer than generation and scoring, the
                   disk does not keep up, and the rest is waited for.
-  limit, loading  a plain read of the same files. Loading verifies every hash first, as a resume does. Neither is in the page cache before.
+  limit, loading  a plain read of the same files, one by one. Loading verifies every hash first, as a resume does, and then reads
+                  them again, from the page cache where they fit. Nothing is in it before.
 Its last line is one JSON object: what a checkpoint adds, as a share of an iteration.
 """
 
@@ -77,7 +78,7 @@ def measure(model: str, dtype: str, repeats: int, directory: str | None, overrid
     from rlhf_mc.stages.train import train
 
     times: dict[bool, list[float]] = {False: [], True: []}
-    beside, writes, loads, reads = [], [], [], []
+    beside, writes, verifies, loads, reads = [], [], [], [], []
     with tempfile.TemporaryDirectory(dir=directory) as output:
         longer = [f"rollout.max_tokens={RESPONSE_TOKENS}", f"rollout.min_tokens={RESPONSE_TOKENS}", "trainer.save_every=1"]
         settings = settings_for(model, dtype, output, [*longer, *overrides])
@@ -107,19 +108,20 @@ def measure(model: str, dtype: str, repeats: int, directory: str | None, overrid
                 reads.append(seconds(lambda: read_plainly(newest)))
                 forget(newest)
 
-                def load() -> None:
+                def verify() -> None:
                     run.origin = find_origin(run.world, checkpoints_of(settings), "auto", settings.trainer.iterations)
-                    begin(run)
 
-                loads.append(seconds(load))
+                verifies.append(seconds(verify))
+                loads.append(verifies[-1] + seconds(lambda: begin(run)))
         leave_world()
     without, with_one = (statistics.median(times[saves]) for saves in (False, True))
-    write, read, load_seconds, free = (statistics.median(values) for values in (writes, reads, loads, beside))
+    write, read, verified, load_seconds, free = map(statistics.median, (writes, reads, verifies, loads, beside))
     gib = num_bytes / 2**30
     print(f"{dtype}, checkpoint of {gib:.2f} GiB; medians of {repeats}")
     print(f"iteration without: {without:.2f} s, of these before the update {free:.2f} s; with a checkpoint: {with_one:.2f} s")
     print(f"plain write: {write:.2f} s, {gib / write:.2f} GiB/s; the disk {'keeps' if write <= free else 'does not keep'} up")
-    print(f"plain read: {read:.2f} s, {gib / read:.2f} GiB/s; verified and loaded: {load_seconds:.2f} s, {gib / load_seconds:.2f} GiB/s")
+    loaded = f"verified: {verified:.2f} s; verified and loaded: {load_seconds:.2f} s, {gib / load_seconds:.2f} GiB/s"
+    print(f"plain read: {read:.2f} s, {gib / read:.2f} GiB/s; {loaded}")
     added = (with_one - without) / without
     return {
         "name": "checkpoint", "measured": round(added, 4), "limit": 0.1, "ratio": round(added, 4), "unit": "of an iteration",

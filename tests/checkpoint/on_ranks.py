@@ -114,7 +114,7 @@ def saved_and_read(
     at_save = state_of(models, residency)
     train(models, residency, 1)
     later = write("later")
-    assert first == again and all(a.sha256 != b.sha256 for a, b in zip(first, later, strict=True))
+    assert first == again and all(a.digest != b.digest for a, b in zip(first, later, strict=True))
     expected = {f"later {name}": tensor for name, tensor in state_of(models, residency).items()} | at_save
 
     torch.manual_seed(world.rank + 17)
@@ -124,6 +124,7 @@ def saved_and_read(
     for model in models:
         read_role(residency, model.role, Path(directory, "saved"), layout_of(world, distributed))
     residency.all_off()
+    assert residency.ledger.moved() == residency.ledger.minimum()
     read = state_of(models, residency)
     train(models, residency, 1)
     read |= {f"later {name}": tensor for name, tensor in state_of(models, residency).items()}

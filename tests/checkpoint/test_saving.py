@@ -72,6 +72,15 @@ def test_a_damaged_one_is_skipped_and_its_file_named(ranks, tmp_path, damage):
     assert found(ranks, tmp_path)[0] == 4 and names(tmp_path) == ["000004", "latest"]
 
 
+def test_every_file_is_read_by_fewer_ranks_than_wrote_it(ranks, tmp_path):
+    ranks.run("checkpoint.on_ranks:save_bytes", Layout(data=3), root=str(tmp_path), iteration=2)
+    for file in ("rank0", "rank1", "rank2"):
+        flip(tmp_path / "000002" / file)
+        assert f"{file}: its content is not what was saved" in found(ranks, tmp_path)
+        flip(tmp_path / "000002" / file)
+    assert found(ranks, tmp_path)[0] == 2
+
+
 def test_one_that_lost_bytes_does_not_count_among_those_that_stay(ranks, tmp_path):
     saved(ranks, tmp_path, 2, 4)
     (tmp_path / "000004/rank0").unlink()
