@@ -88,7 +88,9 @@ def blocks_of(
         values = weights[piece.name].narrow(piece.dim, piece.whole_start, piece.length)
         source = (grid.rank, piece.name, piece.whole_start)
         target = (grid.rank, piece.param, piece.start)
-        blocks.append((Block(piece.name, piece.dim, piece.whole_start, piece.length, tuple(values.shape), *source, *target), values))
+        dims = tuple(values.shape)
+        block = Block(piece.name, piece.dim, piece.whole_start, piece.length, dims, *source, *target, in_one_stretch=piece.dim == 0)
+        blocks.append((block, values))
     return blocks
 
 
