@@ -48,7 +48,8 @@ class Block(NamedTuple):  # a plan has many thousands: a dataclass takes three t
     """`length` rows (dim 0) or columns (dim 1) of `name`, from `whole_start`, that rank `source` hands to rank `target`.
 
     They lie in the source's `source_param` from `source_start`, and in the target's `target_param` from `target_start`.
-    dims: the block's shape.
+    dims: the block's shape.  in_one_stretch: whether it lies so on one side at least: rows do, and columns that are all of
+    what the source or the target has of `name`.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Block(NamedTuple):  # a plan has many thousands: a dataclass takes three t
     target: int
     target_param: str
     target_start: int
+    in_one_stretch: bool
 
     @property
     def is_local(self) -> bool:
@@ -82,6 +84,7 @@ class Block(NamedTuple):  # a plan has many thousands: a dataclass takes three t
             whole_start=self.whole_start + start,
             source_start=self.source_start + start,
             target_start=self.target_start + start,
+            in_one_stretch=self.dim == 0,
         )
 
 
@@ -331,6 +334,7 @@ def _blocks(
             target=target,
             target_param=wanted.param,
             target_start=wanted.start + at - wanted.whole_start,
+            in_one_stretch=wanted.dim == 0 or end - at in (piece.length, wanted.length),
         )
         yield block, holder
         at = end

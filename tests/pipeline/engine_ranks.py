@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -88,7 +89,9 @@ def blocks_of(
         values = weights[piece.name].narrow(piece.dim, piece.whole_start, piece.length)
         source = (grid.rank, piece.name, piece.whole_start)
         target = (grid.rank, piece.param, piece.start)
-        blocks.append((Block(piece.name, piece.dim, piece.whole_start, piece.length, tuple(values.shape), *source, *target), values))
+        dims = tuple(values.shape)
+        block = Block(piece.name, piece.dim, piece.whole_start, piece.length, dims, *source, *target, in_one_stretch=piece.dim == 0)
+        blocks.append((block, values))
     return blocks
 
 
@@ -141,7 +144,24 @@ def refused_requests(engine: Engine, model: PreTrainedModel, grid: RolloutGrid, 
     refused["kv_cache_asleep"] = asked()
     engine.wake_kv_cache()
     refused["awake"] = asked()
-    return refused | poisoned(engine, model, grid, heads)
+    refused["empty"] = str(engine.generate([], version=3))
+    return refused | out_of_memory(engine) | poisoned(engine, model, grid, heads)
+
+
+def out_of_memory(engine: Engine) -> dict[str, str]:
+    """What comes of an error inside vLLM in the second step, what is left of the rollout, and whether the samples of the next are those of before."""
+    requests = [SampleRequest([20, 21], seed, MAX_TOKENS, min_tokens=4) for seed in range(3)]
+    before, error = engine.generate(requests, version=3), ""
+    engine.submit(dict(enumerate(requests)), version=3)
+    engine.step()
+    runner = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    with mock.patch.object(runner, "execute_model", side_effect=torch.OutOfMemoryError("no memory for the activations")):
+        try:
+            engine.step()
+        except torch.OutOfMemoryError as raised:
+            error = str(raised)
+    left = str(engine.num_running)
+    return {"out_of_memory": error, "left_by_it": left, "same_afterwards": str(engine.generate(requests, version=3) == before)}
 
 
 def poisoned(engine: Engine, model: PreTrainedModel, grid: RolloutGrid, heads: HeadsShape | None) -> dict[str, str]:

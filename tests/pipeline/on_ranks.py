@@ -15,9 +15,11 @@ from rlhf_mc.medusa.shape import HeadsShape
 from rlhf_mc.models.hf_config import read_shape
 from rlhf_mc.models.role import Role, build_role
 from rlhf_mc.models.weight_layout import engine_pieces, hf_shapes
+from rlhf_mc.parallel import exchange
 from rlhf_mc.parallel.exchange import Reshard
 from rlhf_mc.parallel.grids import RolloutGrid
-from rlhf_mc.parallel.reshard import Piece
+from rlhf_mc.parallel.reshard import Piece, ReshardPlan, plan_reshard
+from rlhf_mc.parallel.wire import GroupWire
 from rlhf_mc.parallel.world import World
 from rlhf_mc.pipeline.engine_weights import InPlaceWriter, ReloadWriter, TwoWriters
 from rlhf_mc.pipeline.weight_sync import plan_weight_sync
@@ -45,7 +47,10 @@ def _reshard(
 
 
 def sync(world: World, path: str, rollout: int, bucket_bytes: int) -> dict[str, Any]:
-    """One sync in place and one through a reload; what both wrote, whole tensors filled in this rank's rows only."""
+    """One sync in place and one through a reload; what both wrote, whole tensors filled in this rank's rows only.
+
+    Each is done with everything packed, then again with everything that can travel directly: `same` says whether that is the same.
+    """
     reshard, params, grid = _reshard(world, path, rollout, bucket_bytes)
     shape = read_shape(path, "actor.path")
     shapes, pieces = hf_shapes(shape, value_head=False), engine_pieces(shape, grid.tensor, grid.tensor_rank)
@@ -63,7 +68,18 @@ def sync(world: World, path: str, rollout: int, bucket_bytes: int) -> dict[str, 
     reload.start()
     reshard.run(params, reload)
     reload.finish()
+
+    packed, direct = dict(loaded), _empty_engine(pieces, shapes)
+    with mock.patch.object(exchange, "_DIRECT_BYTES", 1):
+        for writer in (InPlaceWriter(direct, pieces), reload):
+            writer.start()
+            reshard.run(params, writer)
+            writer.finish()
+    same = all(torch.equal(direct[piece.param], engine[piece.param]) for piece in pieces)
+    parts = [(piece.name, piece.dim, piece.whole_start, piece.length) for piece in pieces]
+    same &= all(torch.equal(loaded[name].narrow(*part), packed[name].narrow(*part)) for name, *part in parts)
     return {
+        "same": same,
         "tensor_rank": grid.tensor_rank,
         "engine": engine,
         "loaded": loaded,
@@ -77,6 +93,34 @@ def heads_weights(heads: HeadsShape) -> dict[str, Tensor]:
     sizes = [rows * columns for rows, columns in heads.tensors().values()]
     flat = torch.arange(sum(sizes), dtype=torch.float32).split(sizes)
     return {name: part.view(dims) for (name, dims), part in zip(heads.tensors().items(), flat, strict=True)}
+
+
+# Columns of one weight, as (first, last + 1), that each of four ranks holds and wants.
+HELD_COLUMNS = [(0, 6), (6, 8), (8, 12), None]
+WANTED_COLUMNS = [(6, 8), (0, 3), (6, 12), (4, 9)]
+
+
+def columns_plan(bucket_bytes: int = 1 << 20) -> ReshardPlan:
+    """Columns that are all of what the source has, all of what the target has, both, and neither."""
+    held = [[] if at is None else [Piece("held.weight", "w", 1, 0, at[0], at[1] - at[0])] for at in HELD_COLUMNS]
+    wanted = [[Piece("wanted.weight", "w", 1, 0, start, end - start)] for start, end in WANTED_COLUMNS]
+    return plan_reshard(held, wanted, {"w": (5, 12)}, 4, bucket_bytes, 1, 1)
+
+
+def sync_columns(world: World, victim: int | None) -> tuple[Tensor, str]:
+    """The columns that this rank has in the end, and its error, where one bit changed on rank `victim`."""
+    plan, wire = columns_plan(), GroupWire(world.model_group)
+    reshard = Reshard(plan, wire, world.device, torch.float32)
+    whole, held, (start, end) = torch.arange(60.0).view(5, 12), HELD_COLUMNS[world.rank], WANTED_COLUMNS[world.rank]
+    params = {"held.weight": whole[:, slice(*held)].clone()} if held else {}
+    engine = {"wanted.weight": torch.full((5, end - start), torch.nan)}
+    writer = InPlaceWriter(engine, [Piece("wanted.weight", "w", 1, 0, start, end - start)])
+    with mock.patch.object(exchange, "_DIRECT_BYTES", 1):
+        try:
+            reshard.run(params, _Damage(writer, reshard) if world.rank == victim else writer)
+        except exchange.ReshardError as error:
+            return engine["wanted.weight"], str(error)
+    return engine["wanted.weight"], ""
 
 
 def sync_with_heads(world: World, path: str, rollout: int, shared_output: bool) -> dict[str, Any]:

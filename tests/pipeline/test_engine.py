@@ -228,6 +228,7 @@ def test_wrong_requests_are_refused(any_run):
         assert "lost them in sleep" in refused["after_sleep"]
         assert "wake_kv_cache" in refused["kv_cache_asleep"]
         assert refused["awake"] == ""
+        assert refused["empty"] == "[]"
 
 
 @pytest.mark.parametrize(
@@ -248,6 +249,8 @@ def test_wrong_weights_are_refused_and_end_the_engine(run, message, request):
 def test_an_error_in_a_step_leaves_no_request_behind(any_run):
     for rank in any_run.ranks:
         refused = rank["refused_requests"]
+        assert refused["out_of_memory"] == "no memory for the activations"
+        assert (refused["left_by_it"], refused["same_afterwards"]) == ("0", "True")
         assert "log-probs are not finite" in refused["poisoned"]
         assert refused["left"] == "0"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pipeline.on_ranks import PADDING_ROWS, heads_weights
+from pipeline.on_ranks import PADDING_ROWS, WANTED_COLUMNS, columns_plan, heads_weights
 from ranks import Layout, RankError, RankPool
 from tiny_models import save_model, tiny_language_model
 from transformers import AutoModelForCausalLM
@@ -62,7 +62,8 @@ def test_every_element_of_every_shard_arrives(ranks: RankPool, model_of, family:
             if rows.any():
                 padding = rank["engine"][name][~rows]
                 assert len(padding) == PADDING_ROWS and not padding.any(), f"{name}: padding was left as it was"
-        assert rank["calls"] == ["begin", "end"]
+        assert rank["same"], "blocks that travel directly arrive otherwise"
+        assert rank["calls"] == ["begin", "end"] * 2
         assert ("lm_head.weight" in rank["loaded"]) or rank["tensor_rank"] > 0
         assert (rank["received"] == 0) == (layout.pipeline == 1 and rollout == layout.tensor)
 
@@ -80,6 +81,25 @@ def test_draft_heads_arrive_with_the_model(ranks: RankPool, model_of, layout: La
             assert torch.equal(rank["drafter"][piece.param][piece.start : piece.start + piece.length], expected), piece
         assert set(rank["drafter"]) == set(rank["heads"].tensors())
         assert torch.equal(rank["model"]["model.norm.weight"][:-PADDING_ROWS], weights["model.norm.weight"])
+
+
+def test_columns_are_in_one_stretch_where_they_are_all_that_one_side_has() -> None:
+    blocks = {(block.source, block.target): block for bucket in columns_plan().buckets for block in bucket}
+    # On both sides, the target's, the source's, none (twice), and one that the target holds itself.
+    expected = {(1, 0): True, (0, 1): True, (1, 2): True, (1, 3): True, (0, 3): False, (2, 3): False, (2, 2): True}
+    assert {pair: block.in_one_stretch for pair, block in blocks.items()} == expected
+    cut = [block for bucket in columns_plan(bucket_bytes=60).buckets if bucket.num_parts > 1 for block in bucket]
+    assert cut and not any(block.in_one_stretch for block in cut)
+
+
+def test_columns_travel_directly_or_packed(ranks: RankPool) -> None:
+    whole = torch.arange(60.0).view(5, 12)
+    answers = ranks.run("pipeline.on_ranks:sync_columns", Layout(tensor=4), victim=None)
+    for (columns, error), (start, end) in zip(answers, WANTED_COLUMNS, strict=True):
+        assert torch.equal(columns, whole[:, start:end]) and not error
+    for victim in range(4):
+        for _, error in ranks.run("pipeline.on_ranks:sync_columns", Layout(tensor=4), victim=victim):
+            assert "1 of 4 checksums differ" in error and f"as written on rank {victim}" in error
 
 
 def test_one_flipped_bit_stops_every_rank(ranks: RankPool, model_of) -> None:
