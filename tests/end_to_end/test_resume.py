@@ -77,7 +77,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 def check_exports(ranks: RankPool, run: Path, aside: Path) -> None:
-    """The last one is what the run leaves at its end, the first what its checkpoint of these iterations makes."""
+    """The last one is what the run leaves at its end, the first what its checkpoint of these iterations makes; the ledger has both."""
     last, first = run / "exports/000004", run / "exports/000002"
     assert sorted(run.glob("exports/*")) == [first, last]
     ranks.run("checkpoint.on_ranks:export_all", checkpoint=str(run / "checkpoints/000002"), target=str(aside))
@@ -85,6 +85,9 @@ def check_exports(ranks: RankPool, run: Path, aside: Path) -> None:
     for role in ("actor", "critic", "medusa"):
         assert files(last / role) == files(run / role)
         assert (first / role / "model.safetensors").read_bytes() != (last / role / "model.safetensors").read_bytes()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["offload/to_host_gib"] + line["offload/to_device_gib"] == line["offload/minimum_gib"] for line in lines)
+    assert lines[2]["offload/minimum_gib"] > lines[1]["offload/minimum_gib"], "the export counts in the iteration after it"
 
 
 @pytest.fixture(scope="module")
