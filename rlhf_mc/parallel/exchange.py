@@ -1,10 +1,10 @@
 """Runs a reshard plan: blocks travel from where they lie to where they shall lie, bucket by bucket, and are proven to be there.
 
-Blocks that are in one stretch on both sides, as rows are, go straight from the trainer's weight into the engine's. Where only
-one side has them so, as with columns that are all of what it holds, the other copies them once. Small blocks, and columns that
-are part of more on both sides, are packed into one message for each pair of ranks. While one bucket is copied on this rank, the
-next one travels. A checksum of every block where it lies at its source must equal that of the block where it lies in the end; the
-sums are compared among all ranks that take part.
+Blocks that are in one stretch on both sides, as rows are, go straight from the trainer's weight into the engine's.
+Where only one side has them so, as with columns that are all of what it holds, the other copies them once. Small
+blocks, and columns that are part of more on both sides, are packed into one message for each pair of ranks. While one
+bucket is copied on this rank, the next one travels. A checksum of every block where it lies at its source must equal
+that of the block where it lies in the end; the sums are compared among all ranks that take part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from rlhf_mc.parallel.reshard import Block, ReshardPlan, Share
 from rlhf_mc.parallel.wire import Message, Pending, Wire
 
-# Measured over gloo: at 64 KiB a message costs as much as to pack and to unpack it, at 128 KiB as much as one of the two.
+# Measured over gloo: at 64 KiB a message costs as much as to pack and to unpack it, at 128 KiB as one of the two.
 _DIRECT_BYTES = 1 << 17
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
@@ -69,7 +69,7 @@ class _Transfer:
 class Reshard:
     """A plan on this rank of the wire, whose ranks are the plan's.
 
-    Holds no memory between runs; in a run at most two buckets of messages that are copied, one that travels and one that is unpacked.
+    Holds no memory between runs; in a run at most two buckets of copied messages, one that travels and one that is unpacked.
     """
 
     def __init__(self, plan: ReshardPlan, wire: Wire, device: torch.device, dtype: torch.dtype) -> None:

@@ -48,8 +48,8 @@ class Block(NamedTuple):  # a plan has many thousands: a dataclass takes three t
     """`length` rows (dim 0) or columns (dim 1) of `name`, from `whole_start`, that rank `source` hands to rank `target`.
 
     They lie in the source's `source_param` from `source_start`, and in the target's `target_param` from `target_start`.
-    dims: the block's shape.  in_one_stretch: whether it lies so on one side at least: rows do, and columns that are all of
-    what the source or the target has of `name`.
+    dims: the block's shape.  in_one_stretch: whether it lies so on one side at least: rows do, and columns that are all
+    of what the source or the target has of `name`.
     """
 
     name: str

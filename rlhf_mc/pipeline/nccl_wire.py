@@ -1,8 +1,8 @@
 """A weight sync between GPUs of two worlds: NCCL by vLLM's own communicator, which needs no torch.distributed world.
 
-vLLM's own engine over NCCL broadcasts whole tensors from one rank to every engine rank, each the whole model, so it cannot carry
-a plan of blocks. Its engine for NCCL's resharding does not know fused weights (qkv, gate and up), which it sends whole as well.
-What travels is therefore ours, and the communicator is theirs.
+vLLM's NCCLWeightTransferEngine broadcasts whole tensors from one rank, the whole model to every engine rank: it
+cannot carry a plan of blocks. Its engine over NCCL's M2N sends whole what is fused in the engine (qkv, gate and up).
+So what travels is ours, and the communicator is theirs.
 
 vLLM is imported when a wire is made, after the environment that it reads at import is set.
 """

@@ -90,7 +90,8 @@ def blocks_of(
         source = (grid.rank, piece.name, piece.whole_start)
         target = (grid.rank, piece.param, piece.start)
         dims = tuple(values.shape)
-        block = Block(piece.name, piece.dim, piece.whole_start, piece.length, dims, *source, *target, in_one_stretch=piece.dim == 0)
+        where = piece.name, piece.dim, piece.whole_start, piece.length
+        block = Block(*where, dims, *source, *target, in_one_stretch=piece.dim == 0)
         blocks.append((block, values))
     return blocks
 
@@ -149,19 +150,21 @@ def refused_requests(engine: Engine, model: PreTrainedModel, grid: RolloutGrid, 
 
 
 def out_of_memory(engine: Engine) -> dict[str, str]:
-    """What comes of an error inside vLLM in the second step, what is left of the rollout, and whether the samples of the next are those of before."""
+    """An error inside vLLM in the second step: itself, what it leaves, whether the next samples are as before."""
     requests = [SampleRequest([20, 21], seed, MAX_TOKENS, min_tokens=4) for seed in range(3)]
     before, error = engine.generate(requests, version=3), ""
     engine.submit(dict(enumerate(requests)), version=3)
     engine.step()
     runner = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    with mock.patch.object(runner, "execute_model", side_effect=torch.OutOfMemoryError("no memory for the activations")):
+    full = torch.OutOfMemoryError("no memory for the activations")
+    with mock.patch.object(runner, "execute_model", side_effect=full):
         try:
             engine.step()
         except torch.OutOfMemoryError as raised:
             error = str(raised)
     left = str(engine.num_running)
-    return {"out_of_memory": error, "left_by_it": left, "same_afterwards": str(engine.generate(requests, version=3) == before)}
+    same = engine.generate(requests, version=3) == before
+    return {"out_of_memory": error, "left_by_it": left, "same_afterwards": str(same)}
 
 
 def poisoned(engine: Engine, model: PreTrainedModel, grid: RolloutGrid, heads: HeadsShape | None) -> dict[str, str]:

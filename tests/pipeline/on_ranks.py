@@ -49,7 +49,7 @@ def _reshard(
 def sync(world: World, path: str, rollout: int, bucket_bytes: int) -> dict[str, Any]:
     """One sync in place and one through a reload; what both wrote, whole tensors filled in this rank's rows only.
 
-    Each is done with everything packed, then again with everything that can travel directly: `same` says whether that is the same.
+    Each is done with all packed, then with all that can travel directly: `same` says whether that gives the same.
     """
     reshard, params, grid = _reshard(world, path, rollout, bucket_bytes)
     shape = read_shape(path, "actor.path")
