@@ -6,6 +6,7 @@ Both are asked in the same words. What one placement need not do, it does in no 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -112,15 +113,17 @@ class ColocatedSampler(_Engines):
     shares_devices: bool = True
 
     def wake_weights(self) -> None:
-        self.engine.sleep()
-        self.engine.wake_weights()
+        self.sleep()
+        with self._span("wake weights"):
+            self.engine.wake_weights()
 
     def sync(self, params: Mapping[str, Tensor], version: int) -> None:
-        with self.engine.weight_update(version) as update:
+        with self._span("new weights"), self.engine.weight_update(version) as update:
             self.reshard.run(params, update)
 
     def wake_kv_cache(self) -> None:
-        self.engine.wake_kv_cache()
+        with self._span("wake KV cache"):
+            self.engine.wake_kv_cache()
 
     def logprobs(self, token_ids: list[int], version: int) -> Tensor:
         mine = self.engine.logprobs(token_ids, version=version)
@@ -140,7 +143,11 @@ class ColocatedSampler(_Engines):
         return LocalGeneration(self.engine, self.grid, self.world.everyone, requests, hand, version, self.steps, schedule, self.trace, greedy)
 
     def sleep(self) -> None:
-        self.engine.sleep()
+        with self._span("sleep"):
+            self.engine.sleep()
+
+    def _span(self, name: str) -> AbstractContextManager[None]:
+        return self.trace.span(name, track="engine")
 
     def __enter__(self) -> ColocatedSampler:
         return self

@@ -320,6 +320,25 @@ def test_every_rank_leaves_a_trace_of_its_last_iterations(tensor_parallel):
         assert named["copies/out", "copy actor optimizer"] and named["copies/in", "copy actor optimizer"]
 
 
+def test_the_kv_cache_wakes_when_the_trainer_has_left_and_no_step_comes_before(tensor_parallel):
+    """On a shared GPU each takes what the one before it gave back; on CPU only the trace can tell."""
+    events = json.loads((tensor_parallel.directory / "trace" / "rank0.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    syncs = [span for span in spans if span["name"] == "sync_weights"]
+    left_in_all = []
+    for sync in syncs:
+        end = sync["ts"] + sync["dur"]
+        inside = [span for span in spans if sync["ts"] <= span["ts"] < end]
+        starts = {span["name"]: span["ts"] for span in inside if span["cat"] == "engine"}
+        assert sorted(starts, key=starts.__getitem__) == ["sleep", "wake weights", "new weights", "wake KV cache"]
+        left = [span["ts"] + span["dur"] for span in inside if span["cat"] == "copies/out"]
+        assert all(time <= starts["wake KV cache"] for time in left)
+        left_in_all += left
+        steps = [span["ts"] for span in spans if span["name"] == "step" and span["ts"] >= sync["ts"]]
+        assert min(steps) >= end
+    assert len(syncs) >= 2 and left_in_all, "an actor that was updated leaves in its next sync"
+
+
 def test_rank_0_tells_the_story_in_order(tensor_parallel):
     told = (
         "64 prompts", "2 ranks on cpu, fp32", "engine: starting vLLM", "prompt  ", "  iter ", "bytes moved by offload", "states of roles",
