@@ -38,7 +38,8 @@ _NEWEST = f"checkpoints/{ITERATIONS - 1:06d}"
 _RANDOM_KILLS = 20
 _SECONDS_TO_KILL = 7.0
 # 15 slow steps in a save: of files, of the directory, of its name, of `latest`, of the older one that goes.
-_SLOW_SAVES: dict = {"environment": {"SLOW_DISK": "0.25"}, "settings": {"trainer.keep_last": "1"}}
+# Exports have more steps than that, and would take most of the time.
+_SLOW_SAVES: dict = {"environment": {"SLOW_DISK": "0.25"}, "settings": {"trainer.keep_last": "1", "trainer.export_every": "0"}}
 
 
 @dataclass(frozen=True)

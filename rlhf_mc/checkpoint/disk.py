@@ -131,12 +131,3 @@ def record_of(path: Path, algorithm: str) -> FileRecord:
             digest.update(buffer[:count])
             num_bytes += count
     return FileRecord(path.name, num_bytes, digest.hexdigest(), algorithm)
-
-
-def flush_directory(path: Path) -> None:
-    """Makes the names in a directory durable: new ones, renamed ones, removed ones."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_mc.checkpoint.disk import HASHES, FileRecord, flush_directory, record_of, write_file, write_json
+from rlhf_mc.checkpoint.disk import HASHES, FileRecord, record_of, write_file, write_json
+from rlhf_mc.models.whole_directory import flush
 
 FORMAT = 3  # of 2, which is still read, the hash was SHA-256; of 1, layers were numbered within a pipeline stage
 _NAME = re.compile(r"\d{6,}")
@@ -74,14 +75,14 @@ def publish(aside: Path, record: dict[str, Any], files: Iterable[FileRecord]) ->
     root, target = aside.parent, aside.with_suffix("")
     listed = [*files, write_json(aside / _RECORD, record)]
     write_json(aside / _MANIFEST, {"format": FORMAT, "files": [file._asdict() for file in listed]})
-    flush_directory(aside)
+    flush(aside)
     if target.exists():
         _remove(target)
     os.rename(aside, target)
-    flush_directory(root)
+    flush(root)
     write_file(root / f"{LATEST}{_PARTIAL}", [f"{target.name}\n".encode()])
     os.replace(root / f"{LATEST}{_PARTIAL}", root / LATEST)
-    flush_directory(root)
+    flush(root)
 
 
 def prune(root: Path, keep_last: int, keep_best: int = 0, best_by: str = "") -> None:

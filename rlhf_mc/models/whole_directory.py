@@ -59,12 +59,12 @@ def publish_directory(target: Path) -> None:
     aside, old = aside_path(target), target.with_name(f"{target.name}.removed{_PARTIAL}")
     with naming(aside):
         for path in (*aside.rglob("*"), aside):
-            _flush(path)
+            flush(path)
         shutil.rmtree(old, ignore_errors=True)
         if target.exists():
             target.rename(old)  # first, for what is half removed must not have its name
         aside.rename(target)
-        _flush(target.parent)
+        flush(target.parent)
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -93,7 +93,8 @@ def agree(world: World, write: Callable[[], None]) -> None:
             raise SaveError(f"rank {rank}: {fault}") from error
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Makes a file durable, or the names in a directory: new ones, renamed ones, removed ones."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
