@@ -175,17 +175,20 @@ class Residency:
         device empty, for nothing need move that is about to be replaced. Without offload, and where host copies are shared, they are
         the tensors themselves.
         """
-        state, on_host = self._states[role], self.enabled and self._shared_by is None
-        if on_host:
-            self.all_off()
-            yield [self._host_copy(role, tensor) for tensor in tensors]
-            if not state.makes_params:
-                state.model.version += 1
-                return
-        with self.on_device(role, Part.PARAMS | Part.MAIN_PARAMS | (Part(0) if on_host else Part.OPTIMIZER)) as model:
-            if not on_host:
+        state = self._states[role]
+        if not self.enabled or self._shared_by is not None:
+            with self.on_device(role, Part.PARAMS | Part.MAIN_PARAMS | Part.OPTIMIZER) as model:
                 yield [tensor.detach() for tensor in tensors]
-            if not (on_host and state.derived):  # else they came made from the new main params
+                state.rebuild_params()
+                model.version += 1
+            return
+        self.all_off()
+        yield [self._host_copy(role, tensor) for tensor in tensors]
+        if not state.makes_params:
+            state.model.version += 1
+            return
+        with self.on_device(role, Part.PARAMS | Part.MAIN_PARAMS) as model:
+            if not state.derived:  # else they were made from the new main params on their way to the device
                 state.rebuild_params()
             model.version += 1
 
