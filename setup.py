@@ -28,7 +28,7 @@ EXTRAS = {
     "gpu": ["vllm==0.32.0"],
     # Its own requirements include a C extension without wheels.
     "reasoning": ["reasoning-gym>=0.1.25"],
-    "dev": ["gguf>=0.17", "hypothesis", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6"],
+    "dev": ["gguf>=0.17", "hypothesis", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.7"],
 }
 
 setup(

@@ -10,5 +10,5 @@ bash "$root/scripts/setup_env.sh"
 cd "$root"
 source scripts/cpu_memory.sh "$RLHF_MC_VENV"
 # Those of Slurm first, since they wait most.
-(($#)) || set -- -n 2 --dist loadfile tests/slurm tests
+(($#)) || set -- -n 2 --dist loadfile --no-loadscope-reorder tests/slurm tests
 exec "$RLHF_MC_VENV/bin/python" -m pytest --durations=15 "$@" </dev/null

@@ -47,6 +47,7 @@ def exports(world: World, language: str, value: str, output: str) -> str:
     residency = residency_of(world, models)
     run = SimpleNamespace(
         settings=Settings(trainer=trainer), world=world, actor=models[0], critic=models[1], drafter=None, residency=residency,
+        roles={model.role: model for model in models},
         clock=StageClock(world.device), tracker=SimpleNamespace(say=print),
     )  # fmt: skip
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
