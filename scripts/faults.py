@@ -35,6 +35,7 @@ _MARK = "RLHF_MC_FAULTS_RUN"
 _START = 'source scripts/launch.sh && launch "$@"'
 _OF_THE_MACHINE = ("timing_s/", "perf/", "memory_gib/", "offload/", "pipeline/", "rollout/", "straggler/", "medusa/speedup_estimate")
 _NEWEST = f"checkpoints/{ITERATIONS - 1:06d}"
+_APART = {"rollout.placement": "separate", "rollout.engine_ranks": "1"}
 _RANDOM_KILLS = 20
 _SECONDS_TO_KILL = 7.0
 # 15 slow steps in a save: of files, of the directory, of its name, of `latest`, of the older one that goes.
@@ -81,7 +82,6 @@ def cases() -> list[Case]:
 
 def killed() -> list[Case]:
     """Processes that end without a word."""
-    apart = {"rollout.placement": "separate", "rollout.engine_ranks": "1"}
     found = [Case(f"kill -9 of rank 1 in {stage}", faults=fault(stage, "kill")) for stage in ("generate", "score/actor", "update_actor")]
     for number in range(1, _RANDOM_KILLS + 1):
         kills = ("all", "rank 1", "all", "rank 0")[number % 4]
@@ -92,7 +92,7 @@ def killed() -> list[Case]:
         Case("kill -9 of rank 0 in finish_checkpoint", faults=fault("finish_checkpoint", "kill", iteration=4, rank=0)),
         Case("kill -9 of rank 0 in an export", faults=fault("save", "kill", rank=0)),
         Case("kill -9 of torchrun in generate", faults=fault("generate", "kill torchrun")),
-        Case("kill -9 of the engine's rank", faults=fault("generate", "kill", iteration=0), settings=apart),
+        Case("kill -9 of the engine's rank", faults=fault("generate", "kill", iteration=0), settings=_APART),
         Case(
             "kill -9 of rank 1 in update_critic, --max-restarts 1",
             f"{ITERATIONS - 1} of {ITERATIONS} iterations are done",
@@ -106,7 +106,6 @@ def killed() -> list[Case]:
 
 def asked() -> list[Case]:
     """Signals that ask to stop."""
-    apart = {"rollout.placement": "separate", "rollout.engine_ranks": "1"}
     told = "stopped: the checkpoint"
     stages = ("sync_weights", "generate", "score/critic", "reward_functions", "update_critic", "update_actor")
     stages += ("evaluate", "save_checkpoint")
@@ -114,7 +113,7 @@ def asked() -> list[Case]:
         *(Case(f"SIGTERM in {stage}", told, fault(stage, "term")) for stage in stages),
         Case("SIGUSR1 in generate", told, fault("generate", "usr1")),
         Case("SIGTERM to rank 1 alone in generate", told, fault("generate", "term one rank")),
-        Case("SIGTERM, engine apart, in generate", told, fault("generate", "term", rank=0), settings=apart),
+        Case("SIGTERM, engine apart, in generate", told, fault("generate", "term", rank=0), settings=_APART),
     ]
 
 

@@ -73,15 +73,11 @@ class Saving:
 
     def _together(self, work: Callable[[], Given]) -> list[Given]:
         """Collective over all ranks. What `work` gives on each rank; where it cannot write on one, all raise its error."""
-        result, error = None, None
-        try:
-            result = work()
-        except OSError as raised:
-            error = cannot_write(Path(raised.filename or self._aside), raised)
-        except CheckpointError as raised:
-            error = raised
-        outcomes = self._world.from_everyone((result, None if error is None else str(error)))
-        for rank, (_, fault) in enumerate(outcomes):
-            if fault is not None:
-                raise CheckpointError(f"rank {rank}: {fault}") from error
-        return [outcome for outcome, _ in outcomes]
+
+        def named() -> Given:
+            try:
+                return work()
+            except OSError as error:
+                raise cannot_write(Path(error.filename or self._aside), error) from error
+
+        return self._world.together(named, CheckpointError)

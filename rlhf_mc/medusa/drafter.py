@@ -19,7 +19,7 @@ from rlhf_mc.models.hf_config import ModelShape
 from rlhf_mc.models.hf_weights import Owned, gather_tensors, read_output_layer
 from rlhf_mc.models.optimizer import build_optimizer, step_optimizer, wrap_for_training
 from rlhf_mc.models.role import Resident, Role, RoleModel
-from rlhf_mc.models.whole_directory import agree
+from rlhf_mc.models.whole_directory import SaveError
 
 
 @dataclass(kw_only=True)
@@ -62,7 +62,7 @@ class DraftModel(Resident):
         """
         writes = self.world.rank == 0
         output_layer = read_output_layer(model_directory, model) if writes and self.shape.shared_output else None
-        agree(self.world, lambda: save_heads(target, self.shape, model, self.export(), output_layer, writes))
+        self.world.together(lambda: save_heads(target, self.shape, model, self.export(), output_layer, writes), SaveError)
 
 
 def build_drafter(settings: Settings, actor: RoleModel, trained: bool, tensors: Mapping[str, Tensor] | None = None) -> DraftModel:

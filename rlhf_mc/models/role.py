@@ -21,7 +21,7 @@ from rlhf_mc.models.precision import DTYPES
 from rlhf_mc.models.roles import Role
 from rlhf_mc.models.transformer import Decoder, build_chunks, rotary_table
 from rlhf_mc.models.weight_layout import Shard
-from rlhf_mc.models.whole_directory import agree
+from rlhf_mc.models.whole_directory import SaveError
 from rlhf_mc.parallel.packing import PackedMicrobatch, RotaryTable
 from rlhf_mc.parallel.world import World
 
@@ -152,7 +152,9 @@ class RoleModel(Resident):
     def save(self, target: str) -> None:
         """Collective over all ranks. Rank 0 writes a Hugging Face directory at `target`; SaveError on every rank where it cannot."""
         tensors, writes = self.export(), self.world.rank == 0
-        agree(self.world, lambda: save_hf_directory(tensors, self.source, target, self.head == "value", self.dtype, writes))
+        self.world.together(
+            lambda: save_hf_directory(tensors, self.source, target, self.head == "value", self.dtype, writes), SaveError
+        )
 
 
 def build_role(role: Role, head: Head, path: str, settings: Settings, world: World, optim: Optim | None = None) -> RoleModel:

@@ -1,21 +1,17 @@
-"""A directory of a model on disk, which is whole or not there; and what all ranks learn where one of them cannot write it.
+"""A directory of a model on disk, which is whole or not there: it is written under another name, and renamed when all of it is durable.
 
-It is written under another name, and renamed when all of it is durable. Pure of megatron-core and of process groups.
+No megatron-core, and no collective: that all ranks learn where one of them cannot write is World.together.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
-
-if TYPE_CHECKING:
-    from rlhf_mc.parallel.world import World
 
 _PARTIAL = ".partial"
 
@@ -77,20 +73,6 @@ def naming(path: Path) -> Iterator[None]:
         named = getattr(error, "filename2", None) or getattr(error, "filename", None) or path
         reason = getattr(error, "strerror", None) or error
         raise SaveError(f"{named}: the model cannot be written: {reason}; make room there, or name another directory") from error
-
-
-def agree(world: World, write: Callable[[], None]) -> None:
-    """Collective over all ranks. `write` on each; where one raises SaveError, all raise it, with its rank. It must have taken part in
-    all collectives that the others took part in.
-    """
-    error = None
-    try:
-        write()
-    except SaveError as raised:
-        error = raised
-    for rank, fault in enumerate(world.from_everyone(None if error is None else str(error))):
-        if fault is not None:
-            raise SaveError(f"rank {rank}: {fault}") from error
 
 
 def flush(path: Path) -> None:

@@ -76,6 +76,21 @@ class World:
             dist.all_gather_object(given, mine, group=self.everyone)
         return given
 
+    def together(self, work: Callable[[], Given], kind: type[Exception]) -> list[Given]:
+        """Collective over all ranks. What `work` gives on each, by rank; where it raises an error of this kind on one, all raise one with
+        its message and rank. `work` must have taken part in all collectives that the others took part in.
+        """
+        result, error = None, None
+        try:
+            result = work()
+        except kind as raised:
+            error = raised
+        outcomes = self.from_everyone((result, None if error is None else str(error)))
+        for rank, (_, fault) in enumerate(outcomes):
+            if fault is not None:
+                raise kind(f"rank {rank}: {fault}") from error
+        return [outcome for outcome, _ in outcomes]
+
     def from_first(self, make: Callable[[], Given]) -> Given:
         """Collective over all ranks. What rank 0 makes, and no other rank; an object, by pickle."""
         given = [make() if self.rank == 0 else None]

@@ -13,7 +13,6 @@ from rlhf_mc.checkpoint.generators import generator_states, read_generators, wri
 from rlhf_mc.checkpoint.layout import Layout
 from rlhf_mc.checkpoint.roles import part_of, read_role
 from rlhf_mc.models.role import Role
-from rlhf_mc.models.roles import TRAINED_ROLES
 from rlhf_mc.offload.text import readable
 from rlhf_mc.pipeline.dispatch import ResponseLengths
 from rlhf_mc.pipeline.schedule import Costs
@@ -94,9 +93,7 @@ def finish_checkpoint(run: Run) -> None:
 
 def trained_roles(run: Run) -> list[Role]:
     """Whose weights change."""
-    if not run.settings.trainer.trains:
-        return []
-    return [role for role in TRAINED_ROLES if role in run.roles] + ([Role.MEDUSA] if run.trains_heads else [])
+    return run.trained + ([Role.MEDUSA] if run.trained and run.trains_heads else [])
 
 
 def _boundary(run: Run, metrics: Mapping[str, float]) -> Boundary:

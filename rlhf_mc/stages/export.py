@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from rlhf_mc.models.role import Role
-from rlhf_mc.models.whole_directory import SaveError, agree, aside_path, begin_directory, naming, publish_directory
+from rlhf_mc.models.whole_directory import SaveError, aside_path, begin_directory, naming, publish_directory
 from rlhf_mc.offload import EMPTY, Part, Visit
 from rlhf_mc.stages.start import Run
 
@@ -21,14 +21,14 @@ def export(run: Run, done: int) -> None:
     if not trainer.export_every or done % trainer.export_every:
         return
     target = Path(trainer.output_dir, "exports", f"{done:06d}")
-    agree(run.world, lambda: _begin(target) if run.world.rank == 0 else None)
+    run.world.together(lambda: _begin(target) if run.world.rank == 0 else None, SaveError)
     try:
         save_models(run, aside_path(target))
     except SaveError:
         if run.world.rank == 0:
             shutil.rmtree(aside_path(target), ignore_errors=True)
         raise
-    agree(run.world, lambda: publish_directory(target) if run.world.rank == 0 else None)
+    run.world.together(lambda: publish_directory(target) if run.world.rank == 0 else None, SaveError)
     run.tracker.say(f"exported after {done} iterations: {target}")
 
 

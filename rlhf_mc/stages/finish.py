@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from rlhf_mc.models.roles import TRAINED_ROLES
 from rlhf_mc.stages.checkpoint import finish_checkpoint
 from rlhf_mc.stages.dump import finish_dump
 from rlhf_mc.stages.export import save_models
@@ -33,8 +32,7 @@ def finish(run: Run, before: dict[str, float], after: dict[str, float]) -> None:
     peak = run.world.sum_over_ranks(torch.tensor([run.clock.host_peak_gib], dtype=torch.float64)).item()
     run.tracker.say(f"peak of host memory: {peak:.2f} GiB (resident, the peaks of all {run.world.size} ranks added)")
     run.tracker.goodput()
-    trained = " and ".join(f"{role.value}/" for role in TRAINED_ROLES if role in run.roles and settings.trainer.trains)
-    models = f"{trained} (Hugging Face), " if trained else ""
+    models = f"{' and '.join(f'{role.value}/' for role in run.trained)} (Hugging Face), " if run.trained else ""
     models += "medusa/ (vLLM), " if models and run.drafter is not None else ""
     rollouts = "rollouts/, " if settings.dumps else ""
     run.tracker.say(f"results are in {output.resolve()}: {models}{rollouts}metrics.jsonl, samples.jsonl, summary.json")

@@ -268,8 +268,9 @@ def estimate_advantages(
     algorithm = settings.algorithm
     if settings.has_critic:
         advantages, returns = gae(rewards, values, response_lengths, algorithm.gamma, algorithm.lam)
-        whitens = algorithm.whiten_advantages
-        return whiten(advantages, trains.repeat_interleave(response_lengths)) if whitens else advantages, returns
+        if algorithm.whiten_advantages:
+            advantages = whiten(advantages, trains.repeat_interleave(response_lengths))
+        return advantages, returns
     samples = torch.arange(response_lengths.numel())
     prompts = torch.where(trains, samples // settings.rollout.samples_per_prompt, -1 - samples)
     totals = segment_sum(rewards, response_lengths)

@@ -23,7 +23,7 @@ from rlhf_mc.models.heads import Sampling
 from rlhf_mc.models.hf_config import read_shape
 from rlhf_mc.models.optimizer import kernels_in_use
 from rlhf_mc.models.role import RoleModel, build_role
-from rlhf_mc.models.roles import Role, role_paths
+from rlhf_mc.models.roles import TRAINED_ROLES, Role, role_paths
 from rlhf_mc.offload import ModelState, Residency, plan_residency
 from rlhf_mc.parallel.exchange import Reshard
 from rlhf_mc.parallel.grids import RolloutGrid
@@ -138,6 +138,11 @@ class Run:
     def critic(self) -> RoleModel:
         """The value model, where there is one."""
         return self.roles[Role.CRITIC]
+
+    @property
+    def trained(self) -> list[Role]:
+        """Of the four models, those that this run trains."""
+        return [role for role in TRAINED_ROLES if role in self.roles] if self.settings.trainer.trains else []
 
     @property
     def trains_heads(self) -> bool:
