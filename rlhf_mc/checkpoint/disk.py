@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from torch import Tensor
 
 #: By their names in manifests. Files are written with BLAKE3, which runs at several times SHA-256's rate on a core.
 HASHES = {"blake3": blake3, "sha256": hashlib.sha256}
+#: Threads of a rank that read: one waits for the disk while the other hashes, or two copy out of the page cache.
+STREAMS = 2
 _DTYPES = {torch.float32: "F32"}
 #: Hashed while it is still in the core's cache. The kernel reads ahead of it.
 _CHUNK_BYTES = 1 << 20
@@ -105,21 +108,33 @@ def read_tensors(path: Path, targets: Mapping[str, Tensor]) -> None:
 
     Raises ValueError where the file has no such tensor of the target's shape, OSError where it cannot be read.
     """
-    with open(path, "rb") as file:
+    with open(path, "rb") as file, ThreadPoolExecutor(STREAMS) as streams:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-        for name, target in targets.items():
-            place = header.get(name, {})
+
+        def read(name: str) -> None:
+            place, target = header.get(name, {}), targets[name]
             if (place.get("dtype"), place.get("shape")) != (_DTYPES[target.dtype], list(target.shape)):
                 raise ValueError(f"{path}: it has no {name} of {tuple(target.shape)} in {target.dtype}, as this run has it")
-            file.seek(8 + length + place["data_offsets"][0])
             in_place = target.device.type == "cpu" and target.is_contiguous()
             values = target if in_place else torch.empty(target.shape)
-            # By address: a NumPy view would forbid for good that the memory is freed, as offload does.
-            if file.readinto((ctypes.c_char * values.nbytes).from_address(values.data_ptr())) != values.nbytes:
+            if not _fill(values, file.fileno(), 8 + length + place["data_offsets"][0]):
                 raise ValueError(f"{path}: it ends within {name}")
             if not in_place:
-                target.copy_(values)
+                target.detach().copy_(values)
+
+        for _ in streams.map(read, targets):
+            pass
+
+
+def _fill(values: Tensor, file: int, offset: int) -> bool:
+    """Reads a contiguous tensor on the host from an open file; whether the file has all of it."""
+    # By address: a NumPy view would forbid for good that the memory is freed, as offload does.
+    buffer = memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B")
+    done = 0
+    while done < len(buffer) and (count := os.preadv(file, [buffer[done:]], offset + done)):
+        done += count
+    return done == len(buffer)
 
 
 def record_of(path: Path, algorithm: str) -> FileRecord:

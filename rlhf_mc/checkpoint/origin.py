@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rlhf_mc.checkpoint.disk import FileRecord
+from rlhf_mc.checkpoint.disk import STREAMS, FileRecord
 from rlhf_mc.checkpoint.snapshot import DamagedError, Snapshot, fault_of, published, read_manifest, read_record
 from rlhf_mc.config import ConfigError
 from rlhf_mc.parallel.world import World
 
 _RANK = re.compile(r"rank(\d+)")
-#: Files that a rank reads at a time: one waits for the disk while the other is hashed.
-_STREAMS = 2
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def _fault(world: World, path: Path) -> str | None:
     if isinstance(listed, str):
         return listed
     mine = [file for file in listed if _reader(file) % world.size == world.rank]
-    with ThreadPoolExecutor(_STREAMS) as streams:
+    with ThreadPoolExecutor(STREAMS) as streams:
         faults = [fault for fault in streams.map(partial(fault_of, path), mine) if fault]
     return next((fault for share in world.from_everyone(faults) for fault in share), None)
 
