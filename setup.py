@@ -7,6 +7,7 @@ from setuptools import find_packages, setup
 
 REQUIREMENTS = [
     "blake3>=1.0",  # checkpoints' hashes: several times SHA-256's rate on one core; vLLM asks for it, too
+    "matplotlib>=3.8",  # pictures of a run, for those who look rather than read
     "megatron-core>=0.16.1,<0.20",
     "numpy",
     "psutil",

@@ -1,6 +1,9 @@
-"""The console script: rlhf-mc plan --config FILE --gpus N --host-memory-gib H [...] [section.key=value ...].
+"""The console script, for what is done before a run and after it.
 
-Programs that run on ranks are started by torchrun (launch.py); what is here runs in one process, without devices and without torch.
+    rlhf-mc plan --config FILE --gpus N --host-memory-gib H [...] [section.key=value ...]
+    rlhf-mc picture OUTPUT_DIR [--ranks 0 1 ...] [--to DIR] [--png]
+
+Programs that run on ranks are started by torchrun (launch.py); what is here runs in one process, without devices; a plan without torch.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rlhf_mc.config import ConfigError
 from rlhf_mc.plan.case import Case, Workload
@@ -38,7 +42,22 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--placements", action="store_true", help="nodes that side by side, forward-offload and time-sharing need")
     plan.add_argument("--json", action="store_true", help="print one JSON object")
     plan.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the recipe")
+    picture_of = commands.add_parser("picture", help="what a run learned, and where its time and memory went", epilog="More: docs/trace.md")
+    picture_of.add_argument("run", metavar="OUTPUT_DIR", help="trainer.output_dir of a run")
+    picture_of.add_argument("--ranks", type=int, nargs="+", default=[], metavar="R", help="of the timeline (default: the first four)")
+    picture_of.add_argument("--to", metavar="DIR", help="where the pictures go (default: OUTPUT_DIR)")
+    picture_of.add_argument("--png", action="store_true", help="PNG instead of SVG")
     return parser
+
+
+def _picture(arguments: argparse.Namespace) -> int:
+    """0; a picture for which a run has no data is no error."""
+    from rlhf_mc.pictures import draw  # matplotlib takes longer to start than a plan to make
+
+    run = Path(arguments.run)
+    for sentence in draw(run, arguments.ranks, Path(arguments.to or run), "png" if arguments.png else "svg"):
+        print(sentence)
+    return 0
 
 
 def _case(arguments: argparse.Namespace) -> Case:
@@ -83,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0, 1 where what was planned does not fit, 2 for a wrong setting."""
     arguments = _parser().parse_args(argv)
     try:
-        return _plan(arguments)
+        return {"plan": _plan, "picture": _picture}[arguments.command](arguments)
     except ConfigError as error:
         print(f"rlhf-mc {arguments.command}: {error}", file=sys.stderr)
         return 2

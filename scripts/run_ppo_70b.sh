@@ -46,3 +46,4 @@ rendezvous=()
 if ((NNODES > 1)); then rendezvous=(--port "${MASTER_PORT:-29500}" --address "${MASTER_ADDR:-localhost}" --node-rank "${NODE_RANK:-${SLURM_NODEID:-0}}"); fi
 python scripts/preflight.py --gpus "$NPROC" --output "$output" --disk-gib 500 --shared-memory-gib 8 "${rendezvous[@]}"
 launch rlhf_mc.train "${arguments[@]}"
+if ((${NODE_RANK:-${SLURM_NODEID:-0}} == 0)); then rlhf-mc picture "$output" || true; fi

@@ -15,3 +15,5 @@ python scripts/make_smollm2_prompts.py "$run/prompts"
 launch rlhf_mc.train --config scripts/configs/ppo_smollm2.yaml \
     trainer.output_dir="$run/ppo" actor.path="$run/model" critic.path="$run/model" \
     data.train="[$run/prompts/prompts.jsonl]" data.validation="[$run/prompts/validation.jsonl]" "$@"
+printf 'Pictures:\n'
+rlhf-mc picture "$run/ppo" || true  # the models are there, whatever becomes of the pictures

@@ -52,3 +52,5 @@ launch rlhf_mc.train --config scripts/configs/ppo_tiny.yaml \
 
 printf '\nSFT, reward model and PPO took %d min %02d s. ' $((SECONDS / 60)) $((SECONDS % 60))
 printf 'Everything is in %s\n' "$(realpath "$run")"
+printf 'Pictures of PPO:\n'
+rlhf-mc picture "$run/ppo" || true  # the models are there, whatever becomes of the pictures

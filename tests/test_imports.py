@@ -19,7 +19,7 @@ ROWS = [
     {"parallel"},
     {"models", "offload", "medusa"},
     {"pipeline"},
-    {"launch", "plan", "checkpoint"},
+    {"launch", "plan", "checkpoint", "pictures"},
     {"stages"},
     {"train", "main", "export_checkpoint", "rehearsal"},
 ]
@@ -27,7 +27,7 @@ SETTINGS_AND_RECORDS = {"config", "contradictions", "config_keys", "recipe", "ba
 SIDE_ROOMS = {"data", "rewards", "rollout_files", "tracking", "reliability"}  # import settings and records only; the last three rows may import them
 
 WITHOUT_MEGATRON = [
-    "config contradictions config_keys recipe batch algorithms data rewards rollout_files tracking reliability plan main launch",
+    "config contradictions config_keys recipe batch algorithms data rewards rollout_files tracking reliability plan main launch pictures",
     "parallel/grids parallel/context parallel/reshard parallel/balance parallel/microbatches parallel/logprobs",
     "parallel/wire parallel/exchange parallel/job",
     "models/hf_config models/weight_layout models/loss models/precision medusa/shape medusa/steps",
@@ -130,6 +130,11 @@ def test_vllm_is_imported_by_the_engine_its_parts_and_its_wire_only() -> None:
     for part, user in (("vllm_parts", "engine"), ("vllm_sampling", "vllm_parts")):
         users = [name for name, file in MODULES.items() if f"rlhf_mc.pipeline.{part}" in imports_of(file)]
         assert users == [f"rlhf_mc.pipeline.{user}"]
+
+
+def test_matplotlib_is_imported_by_pictures_only() -> None:
+    users = {room_of(name) for name, file in MODULES.items() if uses(imports_of(file), "matplotlib")}
+    assert users == {"pictures"}
 
 
 @pytest.mark.parametrize("module", modules_named(WITHOUT_MEGATRON))

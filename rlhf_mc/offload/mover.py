@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection
+from collections import Counter, deque
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,25 +19,33 @@ if TYPE_CHECKING:
     from rlhf_mc.tracking import Trace
 
 
+#: Before the name of a role: its counter in the trace.
+ON_DEVICE = "device/"
+
+
 class Mover:
-    """present_bytes: of all storages on the device now.  peak_bytes: the most there ever were."""
+    """peak_bytes: the most bytes that all storages on the device ever had together.
+
+    The trace gets what each role has there, in bytes, as the counters device/ROLE.
+    """
 
     def __init__(self, device: torch.device, ledger: Ledger, trace: Trace | None = None) -> None:
         self._to_host, self._to_device = lanes(device, trace)
         self._ledger = ledger
-        self._departures: deque[tuple[Arena, Copied]] = deque()
-        self._present_bytes = 0
+        self._trace = trace
+        self._departures: deque[tuple[Role, Arena, Copied]] = deque()
+        self._present: Counter[Role] = Counter()
         self.peak_bytes = 0
 
     @property
     def present_bytes(self) -> int:
         """Bytes of all storages on the device now."""
-        return self._present_bytes
+        return self._present.total()
 
-    @present_bytes.setter
-    def present_bytes(self, num_bytes: int) -> None:
-        self._present_bytes = num_bytes
-        self.peak_bytes = max(self.peak_bytes, num_bytes)
+    def adopt(self, holdings: Iterable[Holding]) -> None:
+        """Parts that are on the device, and not known yet."""
+        for holding in holdings:
+            self._changed(holding.role, holding.num_bytes)
 
     def swap(self, leaving: list[Holding], coming: list[Holding], limit_bytes: int, derive: Collection[Role] = ()) -> None:
         """Sends `leaving` off the device and brings `coming`, within `limit_bytes`, which must be enough for the end state.
@@ -62,14 +70,14 @@ class Mover:
         if holding.part is Part.GRADS:
             holding.state.drop_gradients()
         for arena in holding.arenas:
-            self._release(arena)
+            self._release(holding.role, arena)
         holding.resident = False
 
     def _queue_departure(self, holding: Holding) -> None:
         for piece in holding.pieces():
             copied = self._to_host.copy(piece.host, piece.share(holding.shared_by), holding.labels)
             self._ledger.record(holding.role, holding.part, "to_host", piece.host.nbytes, copied)
-            self._departures.append((piece.arena, copied))
+            self._departures.append((holding.role, piece.arena, copied))
         holding.copied_version = holding.state.model.version
         holding.resident = False
 
@@ -78,7 +86,7 @@ class Mover:
             while self._departures and self.present_bytes + piece.arena.num_bytes > limit_bytes:
                 self._finish_departure()
             piece.arena.restore()
-            self.present_bytes += piece.arena.num_bytes
+            self._changed(holding.role, piece.arena.num_bytes)
             if piece.host is None:
                 holding.in_flight.append(self._to_device.zero(piece.arena.bytes(), holding.labels))
             elif not (derive and piece.arena.key in holding.state.derived):
@@ -95,10 +103,16 @@ class Mover:
             holding.to_gather.append(piece)
 
     def _finish_departure(self) -> None:
-        arena, copied = self._departures.popleft()
+        role, arena, copied = self._departures.popleft()
         copied.finish()
-        self._release(arena)
+        self._release(role, arena)
 
-    def _release(self, arena: Arena) -> None:
+    def _release(self, role: Role, arena: Arena) -> None:
         arena.release()
-        self.present_bytes -= arena.num_bytes
+        self._changed(role, -arena.num_bytes)
+
+    def _changed(self, role: Role, num_bytes: int) -> None:
+        self._present[role] += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.present_bytes)
+        if self._trace is not None:
+            self._trace.counter(f"{ON_DEVICE}{role.value}", self._present[role])

@@ -87,7 +87,7 @@ class Residency:
         self._states[state.role] = state
         new = [Holding.of(state, part, self.enabled, self._shared_by) for part in TRAINING if state.arenas[part]]
         self._holdings |= {(holding.role, holding.part): holding for holding in new}
-        self._mover.present_bytes += sum(holding.num_bytes for holding in new)
+        self._mover.adopt(new)
         if self.enabled:
             self._mover.swap(leaving=new, coming=[], limit_bytes=self._mover.present_bytes)
         self.ledger.add_role(state.role, state.role_bytes().shared(self._shared_by.size() if self._shared_by else 1))

@@ -26,6 +26,9 @@ TRACKS = ("main", "engine", "copies/out", "copies/in", "text", "rewards", "disk"
 #: A span whose name starts so is not work: its thread waits for what another one does.
 WAIT = "wait/"
 
+#: Marks on the track main where an iteration begins, or what comes after the last one.
+BEGIN = "iteration begins"
+
 _ROWS_PER_TRACK = 1_000
 #: More than there are ranks, too: Perfetto finds a thread by its tid alone at times, so that no two ranks may share one.
 _TIDS_PER_RANK = 100_000
@@ -104,6 +107,7 @@ class Trace:
         self.enabled = num_iterations > 0
         self._lock = threading.Lock()
         self._iterations: deque[_Iteration] = deque([_Iteration()], maxlen=num_iterations + 1)
+        self._counters: dict[str, float] = {}
         self._unix_minus_perf_ns = time.time_ns() - time.perf_counter_ns()
 
     def span(self, name: str, track: str = "main", **args: object) -> AbstractContextManager[None]:
@@ -127,6 +131,7 @@ class Trace:
         """Sets a counter from this moment on. What is not finite is left out: JSON cannot say it."""
         if self.enabled and math.isfinite(value):
             with self._lock:
+                self._counters[name] = float(value)
                 self._iterations[-1].samples.append(Sample(name, time.perf_counter(), float(value)))
 
     def keep(self, span: Span) -> None:
@@ -136,9 +141,14 @@ class Trace:
                 self._iterations[-1].spans.append(span)
 
     def begin_iteration(self) -> None:
-        """What is recorded from now on belongs to the next iteration; the oldest one is forgotten where there are too many."""
+        """What is recorded from now on belongs to the next iteration; the oldest one is forgotten where there are too many.
+
+        Counters stay as they are; the new iteration says so, since the old one may be forgotten.
+        """
+        now = time.perf_counter()
         with self._lock:
-            self._iterations.append(_Iteration())
+            samples = [Sample(name, now, value) for name, value in self._counters.items()]
+            self._iterations.append(_Iteration(instants=[Instant(BEGIN, "main", now, _NO_ARGS)], samples=samples))
 
     def last(self) -> str:
         """What ended last, and how long ago, for people to read."""

@@ -306,6 +306,7 @@ def swaps_by_schedule(world: World, language: str, value: str, room_for: int | N
 
     peak: most bytes of parts on the device at once.  visit: bytes of the largest visit.  bucket: of the largest storage.
     early: parts that were on their way before they were asked for.  spans: name, track, seconds and arguments of each in the trace.
+    counted: after each visit what the trace's counters say is on the device, and what is.
     """
     models = actor_and_critic(world, language, value, "bf16", True)
     heads = draft_heads(models[0], HEADS, OPTIM)
@@ -319,6 +320,7 @@ def swaps_by_schedule(world: World, language: str, value: str, room_for: int | N
     trace.begin_iteration()
     residency._mover.peak_bytes = 0  # of the start, where each role is built on the device
     early: list[str] = []
+    counted: list[tuple[float, int]] = []
     named = [(visit, None) for visit in visits]
     if exports:
         named += [(visits[0], Visit(Role.CRITIC, Part.PARAMS)), (Visit(Role.CRITIC, Part.PARAMS), EMPTY)]
@@ -332,10 +334,12 @@ def swaps_by_schedule(world: World, language: str, value: str, room_for: int | N
                 for claim in visit.claims():
                     if claim.updates:
                         one_step(states[claim.role].model)
+            counted.append((sum(trace._counters.values()), residency.resident_bytes))
     residency.all_off()
     moved, minimum = residency.ledger.moved(), residency.ledger.minimum()
     spans = [(span.name, span.track, span.end - span.start, dict(span.args)) for span in trace.iteration_spans()]
-    return dict(peak=residency.peak_bytes, visit=largest, bucket=max(storages), early=early, moved=moved, minimum=minimum, spans=spans)
+    sizes = dict(peak=residency.peak_bytes, visit=largest, bucket=max(storages))
+    return sizes | dict(early=early, moved=moved, minimum=minimum, spans=spans, counted=counted)
 
 
 def planned_settings(

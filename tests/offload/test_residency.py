@@ -65,6 +65,12 @@ def test_the_trace_has_every_byte_that_the_ledger_has(ranks, models):
     assert waits and all(track == "main" and args == {"role", "part"} for track, args in waits)
 
 
+@pytest.mark.parametrize("room_for", [None, 1, 2])
+def test_the_trace_counts_what_is_on_the_device(ranks, models, room_for):
+    (seen,) = ranks.run("offload.on_ranks:swaps_by_schedule", room_for=room_for, **models)
+    assert all(counted == there > 0 for counted, there in seen["counted"]) and len(set(seen["counted"])) > 2
+
+
 @pytest.mark.parametrize("exports", [False, True], ids=["", "exports"])
 @pytest.mark.parametrize("room_for", [1, 2])
 def test_the_next_visit_is_prefetched_where_the_budget_has_room(ranks, models, room_for, exports):

@@ -155,8 +155,11 @@ def test_only_the_last_iterations_are_kept(tmp_path: Path) -> None:
     with trace.span("after"):
         pass
     events = [event for event in written(trace, tmp_path) if event["ph"] != "M"]
-    assert len(events) == 2 * 102 + 1
-    assert {event["name"].split()[-1] for event in events} == {"8", "9", "after"}
+    marks, carried = 3, 8 + 9 + 10  # where each iteration begins, and what counters said then
+    assert len(events) == 2 * 102 + 1 + marks + carried
+    assert {event["name"].split()[-1] for event in events if event["ph"] != "C"} == {"8", "9", "after", "begins"}
+    counters = [(event["name"], event["args"]["value"]) for event in of_kind(events, "C")]
+    assert counters[:8] == [(f"counter {i}", i) for i in range(8)], "the oldest that is kept says what came before"
 
 
 def test_no_iterations_keep_nothing_and_write_nothing(tmp_path: Path) -> None:
