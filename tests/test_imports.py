@@ -31,7 +31,8 @@ WITHOUT_MEGATRON = [
     "parallel/grids parallel/context parallel/reshard parallel/balance parallel/microbatches parallel/logprobs",
     "parallel/wire parallel/exchange parallel/job",
     "models/hf_config models/weight_layout models/loss models/precision medusa/shape medusa/steps",
-    "pipeline/dispatch pipeline/schedule pipeline/engine pipeline/control pipeline/generation pipeline/server pipeline/weight_sync",
+    "pipeline/dispatch pipeline/schedule pipeline/control pipeline/generation pipeline/server pipeline/weight_sync",
+    "pipeline/engine pipeline/engine_limits pipeline/engine_process",
     "medusa/shape medusa/files medusa/draft_length models/activations parallel/logits_chunk",
     "stages/serve",
 ]

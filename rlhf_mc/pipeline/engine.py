@@ -10,26 +10,17 @@ vLLM is imported when an Engine is made, after the environment that it reads at 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
-import random
-import uuid
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import numpy
-import psutil
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_mc.config import ConfigError, Rollout
+from rlhf_mc.config import Rollout
 from rlhf_mc.medusa.files import write_heads_config
 from rlhf_mc.medusa.shape import HeadsShape
 from rlhf_mc.medusa.shape import engine_pieces as heads_pieces
@@ -38,34 +29,16 @@ from rlhf_mc.models.weight_layout import engine_pieces, hf_shapes
 from rlhf_mc.parallel.grids import RolloutGrid
 from rlhf_mc.parallel.reshard import Block, Piece, Shapes
 from rlhf_mc.pipeline.dispatch import Completion, SampleRequest
-from rlhf_mc.pipeline.kv_cache import BLOCK_TOKENS, sequence_bytes
+from rlhf_mc.pipeline.engine_limits import GIB, check_memory, check_settings
+from rlhf_mc.pipeline.engine_process import agreed_ident, forget_shared_memory_names, rng_kept, torch_threads_kept, vllm_environment
+from rlhf_mc.pipeline.kv_cache import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
-_DTYPE_BYTES = {"fp32": 4, "bf16": 2}
-_GIB = 2**30
-_SHARED_MEMORY = Path("/dev/shm")
-
 
 class EngineError(RuntimeError):
     """The engine cannot do what it was asked for. The message says why, and what to do."""
-
-
-def stop_token_ids(model_path: str, tokenizer_eos_id: int | None = None) -> list[int]:
-    """Token ids that end a response: those of generation_config.json, else of config.json, and the tokenizer's.
-
-    Raises ConfigError where there is none: every response would run to rollout.max_tokens.
-    """
-    declared: Any = None
-    for name in ("generation_config.json", "config.json"):
-        file = Path(model_path) / name
-        if declared is None and file.exists():
-            declared = json.loads(file.read_text()).get("eos_token_id")
-    ids = {tokenizer_eos_id, *(declared if isinstance(declared, list) else [declared])} - {None}
-    if not ids:
-        raise ConfigError(f"{model_path}: no eos_token_id in generation_config.json, config.json or the tokenizer; add one")
-    return sorted(ids)
 
 
 class WeightUpdate:
@@ -131,7 +104,7 @@ class Engine:
         self._shard_numel = self._numel_of_shard(grid)
         check_settings(self._shape, settings, dtype, max_prompt_tokens)
         check_memory(settings, grid)
-        with vllm_environment(self._cuda), _rng_kept(), _torch_threads_kept():
+        with vllm_environment(self._cuda), rng_kept(), torch_threads_kept():
             self._llm = self._start(model_path, dtype, grid, seed)
         self._sampling = self._llm.collective_rpc(partial(_install_sampling, heads=heads))[0]
         self.weight_version: int | None = None
@@ -149,12 +122,12 @@ class Engine:
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
-        from rlhf_mc.pipeline.vllm_parts import BLOCKS_BACKEND, executor_for, register_blocks_engine
+        from rlhf_mc.pipeline.vllm_parts import BLOCKS_BACKEND, check_head_dim, executor_for, register_blocks_engine
 
         register_blocks_engine()
         if not self._cuda:
-            _check_head_dim(self._shape.head_dim)
-        ident = _agreed_ident()
+            check_head_dim(self._shape.head_dim)
+        ident = agreed_ident()
         with _speculation(self._heads, self._shape) as speculation:
             llm = LLM(
                 model=model_path,
@@ -168,7 +141,7 @@ class Engine:
                 enforce_eager=self._settings.enforce_eager,
                 max_model_len=self._max_model_len,
                 max_num_seqs=self._settings.max_running_sequences,
-                kv_cache_memory_bytes=int(self._settings.kv_cache_gib * _GIB),
+                kv_cache_memory_bytes=int(self._settings.kv_cache_gib * GIB),
                 block_size=BLOCK_TOKENS,
                 enable_prefix_caching=True,
                 enable_sleep_mode=self._cuda and self._settings.placement == "colocated",
@@ -178,7 +151,7 @@ class Engine:
                 speculative_config=speculation,
             )
         if not self._cuda:
-            _forget_shared_memory_names(ident)
+            forget_shared_memory_names(ident)
         return llm
 
     def _numel_of_shard(self, grid: RolloutGrid) -> int:
@@ -224,7 +197,7 @@ class Engine:
             return Step({})
         checked, self._drafted = self._drafted, self._draft(drafted)
         try:
-            with _rng_kept():
+            with rng_kept():
                 outputs = self._llm.llm_engine.step()
             finished = {int(output.request_id): _completion(output) for output in outputs if output.finished}
         except BaseException:
@@ -278,7 +251,7 @@ class Engine:
         self._check_requests({0: SampleRequest(token_ids, seed=0, max_tokens=1)})
         from vllm import SamplingParams
 
-        with _rng_kept():
+        with rng_kept():
             parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, seed=0, detokenize=False)
             output = self._llm.generate([{"prompt_token_ids": token_ids}], parameters, use_tqdm=False)[0]
         positions = zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
@@ -369,46 +342,6 @@ class Engine:
         self._llm.llm_engine.engine_core.shutdown()
 
 
-def check_settings(shape: ModelShape, settings: Rollout, dtype: str, max_prompt_tokens: int) -> None:
-    """Raise ConfigError where the rollout settings do not fit the model. No collective; vLLM is not imported."""
-    max_model_len = max_prompt_tokens + settings.max_tokens
-    if max_model_len > shape.max_positions:
-        raise ConfigError(
-            f"data.max_prompt_tokens + rollout.max_tokens = {max_model_len} exceeds the {shape.max_positions} positions "
-            "(max_position_embeddings) of actor.path; lower one of the two"
-        )
-    if shape.num_heads % settings.tensor_parallel:
-        raise ConfigError(
-            f"rollout.tensor_parallel: {settings.tensor_parallel} does not divide the {shape.num_heads} attention heads "
-            "of actor.path; choose a divisor"
-        )
-    needed = sequence_bytes(shape, max_model_len, settings.tensor_parallel, _DTYPE_BYTES[dtype])
-    if needed > settings.kv_cache_gib * _GIB:
-        raise ConfigError(
-            f"rollout.kv_cache_gib: {settings.kv_cache_gib} GiB on each rank cannot hold one sequence of {max_model_len} tokens "
-            f"(data.max_prompt_tokens + rollout.max_tokens); set it to {math.ceil(needed / _GIB * 1000) / 1000} or more, "
-            "or shorten the sequences"
-        )
-
-
-def check_memory(settings: Rollout, grid: RolloutGrid) -> None:
-    """Collective over all ranks: raise ConfigError on every rank where the KV cache does not fit the free memory of any."""
-    cuda = torch.cuda.is_available()
-    local_ranks = 1 if cuda else int(os.environ.get("LOCAL_WORLD_SIZE", grid.world_size))
-    free = torch.cuda.mem_get_info()[0] if cuda else psutil.virtual_memory().available
-    shortage = None
-    if local_ranks * settings.kv_cache_gib * _GIB > free:
-        shortage = (
-            f"rank {grid.rank}: {local_ranks} x rollout.kv_cache_gib = {local_ranks * settings.kv_cache_gib:.3g} GiB "
-            f"of KV cache on this {'device' if cuda else 'host'}, where {free / _GIB:.3g} GiB are free; "
-            "lower rollout.kv_cache_gib or free memory"
-        )
-    shortages: list[str | None] = [None] * grid.world_size
-    dist.all_gather_object(shortages, shortage)
-    if any(shortages):
-        raise ConfigError(next(message for message in shortages if message))
-
-
 def _numel(pieces: Iterable[Piece], shapes: Shapes) -> int:
     """Elements of these pieces of whole tensors."""
     return sum(piece.numel(shapes[piece.name]) for piece in pieces)
@@ -439,77 +372,3 @@ def _completion(output: RequestOutput) -> Completion:
     if not all(map(math.isfinite, logprobs)):
         raise EngineError("the engine's log-probs are not finite; the weights that were loaded hold NaN, inf or huge values")
     return Completion(token_ids, logprobs, sample.finish_reason, sample.stop_reason)
-
-
-def _check_head_dim(head_dim: int) -> None:
-    """Raise ConfigError for a size of attention heads that vLLM has no CPU kernel for; it would fail at the first prompt."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    supported = CPUAttentionBackend.get_supported_head_sizes()
-    if head_dim not in supported:
-        raise ConfigError(
-            f"actor.path: vLLM's CPU attention has no kernel for head_dim {head_dim}, only for {supported}; choose another model"
-        )
-
-
-def _agreed_ident() -> str:
-    """Collective over all ranks: a name that no other job on this host uses."""
-    ident = [f"rlhf_mc-{uuid.uuid4().hex[:12]}"]
-    dist.broadcast_object_list(ident, src=0)
-    return ident[0]
-
-
-def _forget_shared_memory_names(ident: str) -> None:
-    """Collective over all ranks: unlink the segments that all have attached, so that even a killed run leaves no file."""
-    dist.barrier()
-    for segment in _SHARED_MEMORY.glob(f"{ident}-*"):
-        segment.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def vllm_environment(cuda: bool) -> Iterator[None]:
-    """What vLLM reads at import and start. What it overwrites on the way for its own children is put back."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override rollout.kv_cache_gib
-    if not cuda:
-        import torch._dynamo
-
-        torch._dynamo.config.disable = True  # the first sampling would compile a small function for up to 20 s
-    overwritten = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            yield
-    finally:
-        for name, value in overwritten.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _rng_kept() -> Iterator[None]:
-    """vLLM seeds the process's generators at start, and draws from torch's while sampling on CPU: put them back."""
-    python, numpy_state = random.getstate(), numpy.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(numpy_state)
-
-
-@contextlib.contextmanager
-def _torch_threads_kept() -> Iterator[None]:
-    """On CPU vLLM replaces torch.set_num_threads by a function that does nothing: the trainer gets the real one back."""
-    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads = set_num_threads
-        torch.set_num_threads(num_threads)

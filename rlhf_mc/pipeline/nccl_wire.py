@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlhf_mc.parallel.job import Bridge
 from rlhf_mc.parallel.wire import GlooWire, Message, Pending, Wire
-from rlhf_mc.pipeline.engine import vllm_environment
+from rlhf_mc.pipeline.engine_process import vllm_environment
 
 
 def wire_over(bridge: Bridge, device: torch.device) -> Wire:

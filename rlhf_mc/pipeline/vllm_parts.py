@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
+from rlhf_mc.config import ConfigError
 from rlhf_mc.medusa.shape import HeadsShape
 from rlhf_mc.medusa.shape import engine_pieces as heads_pieces
 from rlhf_mc.models.hf_config import read_shape
@@ -31,6 +32,17 @@ from rlhf_mc.pipeline.engine_weights import InPlaceWriter, ReloadWriter, TwoWrit
 from rlhf_mc.pipeline.vllm_sampling import DraftChecker, HeadsProposer, SeededSampler
 
 BLOCKS_BACKEND = "rlhf_mc_blocks"
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Raise ConfigError for a size of attention heads that vLLM has no CPU kernel for; it would fail at the first prompt."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # of no use where there is a GPU
+
+    supported = CPUAttentionBackend.get_supported_head_sizes()
+    if head_dim not in supported:
+        raise ConfigError(
+            f"actor.path: vLLM's CPU attention has no kernel for head_dim {head_dim}, only for {supported}; choose another model"
+        )
 
 
 def executor_for(grid: RolloutGrid, ident: str) -> type:

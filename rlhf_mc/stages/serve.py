@@ -15,7 +15,8 @@ from rlhf_mc.parallel.exchange import Reshard
 from rlhf_mc.parallel.grids import RolloutGrid, TrainingGrid
 from rlhf_mc.parallel.job import Job, choose_device, start_distributed
 from rlhf_mc.pipeline.control import BridgeError, Control
-from rlhf_mc.pipeline.engine import Engine, stop_token_ids
+from rlhf_mc.pipeline.engine import Engine
+from rlhf_mc.pipeline.engine_limits import stop_token_ids
 from rlhf_mc.pipeline.nccl_wire import wire_over
 from rlhf_mc.pipeline.server import EngineServer
 from rlhf_mc.pipeline.weight_sync import plan_sync_apart

@@ -31,7 +31,8 @@ from rlhf_mc.parallel.job import Bridge, Job
 from rlhf_mc.parallel.world import World, join_job
 from rlhf_mc.pipeline.control import Control, ReplicaLoad
 from rlhf_mc.pipeline.dispatch import ResponseLengths
-from rlhf_mc.pipeline.engine import Engine, check_memory, check_settings, stop_token_ids
+from rlhf_mc.pipeline.engine import Engine
+from rlhf_mc.pipeline.engine_limits import check_memory, check_settings, stop_token_ids
 from rlhf_mc.pipeline.nccl_wire import wire_over
 from rlhf_mc.pipeline.sampler import ColocatedSampler, Sampler, SeparateSampler
 from rlhf_mc.pipeline.schedule import Costs

@@ -99,7 +99,8 @@ class Bench:
         from rlhf_mc.models.role import Role, build_role
         from rlhf_mc.parallel.grids import RolloutGrid
         from rlhf_mc.parallel.world import join_world
-        from rlhf_mc.pipeline.engine import Engine, stop_token_ids
+        from rlhf_mc.pipeline.engine import Engine
+        from rlhf_mc.pipeline.engine_limits import stop_token_ids
         from rlhf_mc.pipeline.weight_sync import plan_weight_sync
         from rlhf_mc.stages.start import read_sources
         from rlhf_mc.tracking import Trace

@@ -18,7 +18,7 @@ from pipeline.test_seeded_draws import chi_square
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from rlhf_mc.config import ConfigError
-from rlhf_mc.pipeline.engine import stop_token_ids
+from rlhf_mc.pipeline.engine_limits import stop_token_ids
 
 RANKS = Path(__file__).with_name("engine_ranks.py")
 SIZES = dict(
