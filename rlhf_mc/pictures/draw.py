@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rlhf_mc.pictures.learning import learning, read_before, read_metrics
 from rlhf_mc.pictures.theme import save
 from rlhf_mc.pictures.timeline import read_trace, timeline
 
+_TRACE = re.compile(r"rank(\d+)\.json")
 #: Ranks of a timeline, where none are asked for.
 _FIRST_RANKS = 4
 
@@ -51,7 +53,7 @@ def _learning(run: Path) -> Figure:
 
 def _timeline(run: Path, ranks: Sequence[int]) -> Figure:
     directory = run / "trace"
-    found = sorted(int(path.stem.removeprefix("rank")) for path in directory.glob("rank*.json"))
+    found = sorted(int(name[1]) for path in directory.glob("*") if (name := _TRACE.fullmatch(path.name)))
     if not found:
         raise ValueError(f"{directory} has no trace; a PPO run leaves one at its end, unless trainer.trace_iterations is 0")
     if missing := set(ranks) - set(found):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -146,8 +147,9 @@ def _draw_memory(axes: Axes, memory: Mapping[str, tuple[list[float], list[float]
 
 
 def _at(moment: float, moments: list[float], values: list[float]) -> float:
-    """The last value until then."""
-    return next((value for at, value in zip(reversed(moments), reversed(values), strict=True) if at <= moment), 0.0)
+    """The last value until then; 0 before the first."""
+    place = bisect_right(moments, moment)
+    return values[place - 1] if place else 0.0
 
 
 def _memory(trace: RankTrace, start: int) -> dict[str, tuple[list[float], list[float]]]:
