@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from rlhf_mc.pictures.theme import DARK, OTHERS, color_of
+from rlhf_mc.tracking.attempts import lines_of
 
 Rows = Sequence[dict[str, float]]
 
@@ -77,15 +78,9 @@ PANELS = [
 
 
 def read_metrics(path: Path) -> Rows:
-    """The lines of metrics.jsonl by iteration; of two with the same number the later one holds. A line that a crash cut short is left out."""
-    rows: dict[float, dict[str, float]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        rows[row["iteration"]] = row
-    return [rows[iteration] for iteration in sorted(rows)]
+    """The lines of metrics.jsonl by iteration, without what was not finite; of two with the same number the later one holds."""
+    rows = {line["iteration"]: line for line in lines_of(path)}
+    return [{name: value for name, value in rows[iteration].items() if value is not None} for iteration in sorted(rows)]
 
 
 def read_before(path: Path) -> dict[str, float]:
@@ -99,7 +94,7 @@ def read_before(path: Path) -> dict[str, float]:
 
 def learning(rows: Rows, before: Mapping[str, float], title: str) -> Figure:
     """The figure of all panels for which these rows have something. before: see `read_before`."""
-    names = {name for row in rows for name, value in row.items() if isinstance(value, (int, float)) and math.isfinite(value)}
+    names = {name for row in rows for name in row}
     drawers = [*_held_out(names, before), *(_drawer(panel) for panel in PANELS if any(line.metric in names for line in panel.lines))]
     if any(name.startswith("timing_s/") for name in names):
         drawers.append(_seconds)
@@ -156,8 +151,8 @@ def _drawer(panel: Panel) -> _Drawer:
 
 
 def _points(rows: Rows, name: str) -> tuple[list[float], list[float]]:
-    """Iterations, and the values there; where there is none, or none that is finite, nothing."""
-    found = [(row["iteration"], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
+    """Iterations, and the values there; where there is none, nothing."""
+    found = [(row["iteration"], row[name]) for row in rows if name in row]
     return [iteration for iteration, _ in found], [value for _, value in found]
 
 

@@ -53,19 +53,19 @@ class Attempts:
         begins = [line["began"] for line in lines if "began" in line]
         ends = [line["ended"] for line in lines if "ended" in line]
         ends += [time.time()] * (len(begins) - len(ends))
-        kept = {line["iteration"]: line.get("timing_s/step") or 0.0 for line in _lines_of(self._metrics)}
+        kept = {line["iteration"]: line.get("timing_s/step") or 0.0 for line in lines_of(self._metrics)}
         return Goodput(sum(kept.values()), sum(end - begin for begin, end in zip(begins, ends, strict=True)), len(begins))
 
     def _lines(self) -> list[dict]:
-        return _lines_of(self._path)
+        return lines_of(self._path)
 
     def _write(self, line: dict[str, object]) -> None:
         with open(self._path, "a") as file:
             file.write(json.dumps(line) + "\n")
 
 
-def _lines_of(path: Path) -> list[dict]:
-    """Those that were written to their end."""
+def lines_of(path: Path) -> list[dict]:
+    """The objects of a .jsonl file; those lines that were written to their end. none where there is no file."""
     found = []
     for line in path.read_text().splitlines() if path.exists() else []:
         with suppress(ValueError):

@@ -15,7 +15,7 @@ from rlhf_mc.tracking import Trace
 MIB = 2**20
 
 
-def metrics_line(iteration: int, **more: float) -> str:
+def metrics_line(iteration: int, **more: float | None) -> str:
     values = {"critic/score/mean": iteration / 2, "critic/score/min": -1.0, "critic/score/max": 5.0, "actor/entropy": 0.5}
     return json.dumps({"iteration": iteration, "timing_s/step": 3.0, "timing_s/generate": 1.0, **values, **more})
 
@@ -119,6 +119,14 @@ def test_traces_that_count_no_memory_have_none_below(run):
     traced(run, 0, device=False)
     assert main(["picture", str(run)]) == 0
     assert "rank 0: stages" in (times := texts(run / "timeline.svg")) and "on the device of rank" not in times
+
+
+def test_metrics_that_were_not_finite_leave_a_gap(run):
+    lines = [metrics_line(0), metrics_line(1, **{"actor/entropy": None, "timing_s/step": None}), metrics_line(2, **{"critic/grad_norm": None})]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["picture", str(run)]) == 0
+    learned = texts(run / "learning.svg")
+    assert "recipe/ppo: 3 iterations" in learned and "entropy of the actor" in learned and "gradient norm" not in learned
 
 
 @pytest.mark.parametrize("damage", ["", "[]", '{"traceEvents": []}', '{"traceEvents": [{"ph": "X"}]}'])
