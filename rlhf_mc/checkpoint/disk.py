@@ -121,7 +121,7 @@ def read_tensors(path: Path, targets: Mapping[str, Tensor]) -> None:
             if not _fill(values, file.fileno(), 8 + length + place["data_offsets"][0]):
                 raise ValueError(f"{path}: it ends within {name}")
             if not in_place:
-                target.detach().copy_(values)
+                target.detach().copy_(values)  # no_grad holds in the caller's thread only
 
         for _ in streams.map(read, targets):
             pass

@@ -13,14 +13,10 @@ from rlhf_mc.offload.arena import Arena
 from rlhf_mc.offload.holding import Holding, Piece
 from rlhf_mc.offload.lanes import Copied, lanes
 from rlhf_mc.offload.ledger import Ledger
-from rlhf_mc.offload.parts import Part
+from rlhf_mc.offload.parts import ON_DEVICE, Part
 
 if TYPE_CHECKING:
     from rlhf_mc.tracking import Trace
-
-
-#: Before the name of a role: its counter in the trace.
-ON_DEVICE = "device/"
 
 
 class Mover:

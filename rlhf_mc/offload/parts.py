@@ -1,4 +1,4 @@
-"""The four parts of a role's state. Pure."""
+"""The four parts of a role's state, and what the trace calls their bytes. Pure."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ class Part(Flag):
         """Its name in tables and metrics; of a combination, the names joined by `|`."""
         return "|".join(part.name.lower() for part in self) or "nothing"
 
+
+#: Before the name of a role: the counter of its bytes on the device in the trace.
+ON_DEVICE = "device/"
 
 #: What an optimizer step needs.
 TRAINING = Part.PARAMS | Part.GRADS | Part.MAIN_PARAMS | Part.OPTIMIZER

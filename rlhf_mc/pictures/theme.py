@@ -20,7 +20,7 @@ COLORS = {
 #: Without a role, or against a white ground.
 GREY, DARK, LIGHT = "#999999", "#333333", "#dddddd"
 #: For what has no role, in this order.
-OTHERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000")
+OTHERS = (*COLORS.values(), GREY, "#000000")
 FONT_POINTS = 8
 
 matplotlib.use("Agg")

@@ -14,23 +14,21 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from rlhf_mc.offload.parts import ON_DEVICE
 from rlhf_mc.offload.text import readable
 from rlhf_mc.pictures.theme import COLORS, DARK, FONT_POINTS, GREY, LIGHT, color_of
-from rlhf_mc.tracking.trace import BEGIN, WAIT
+from rlhf_mc.tracking.trace import BEGIN, TRACKS, WAIT
 
-#: Rows of a rank, from the top down: the track in the trace, and what it is called here.
-_ROWS = {
+#: What tracks are called here, where it is not their name.
+_TITLES = {
     "main": "stages",
     "engine": "engine's steps",
     "copies/out": "copies to the host",
     "copies/in": "copies to the device",
-    "text": "text",
     "rewards": "reward functions",
-    "disk": "disk",
 }
 #: Whose a stage is, where its name does not say it.
 _WHOSE = {"generate": "engine", "sync_weights": "engine", "update_heads": "medusa"}
-_ON_DEVICE = "device/"
 _INCHES = 12.0
 _ROW_INCHES = 0.24
 _MEMORY_INCHES = 1.7
@@ -48,6 +46,9 @@ class Bar(NamedTuple):
     color: str
 
 
+_Event = Mapping[str, Any]
+
+
 @dataclass(frozen=True)
 class RankTrace:
     """One rank's trace of one iteration. start, end: microseconds of the clock.  events: of Chrome's format, as `Trace.write` has them."""
@@ -55,7 +56,15 @@ class RankTrace:
     rank: int
     start: int
     end: int
-    events: Sequence[Mapping[str, Any]]
+    events: Sequence[_Event]
+
+
+class Row(NamedTuple):
+    """What ran on one track of a rank in the iteration; not empty."""
+
+    trace: RankTrace
+    track: str
+    spans: list[_Event]
 
 
 def read_trace(path: Path, rank: int) -> RankTrace:
@@ -78,7 +87,7 @@ def timeline(traces: Sequence[RankTrace], title: str) -> Figure:
     """
     start, end = min(trace.start for trace in traces), max(trace.end for trace in traces)
     seconds = (end - start) * _MICRO
-    rows = [(trace, track) for trace in traces for track in _ROWS if any(_spans_of(trace, track))]
+    rows = [Row(trace, track, spans) for trace in traces for track in TRACKS if (spans := _spans_of(trace, track))]
     memory = _memory(traces[0], start)
     heights = [_ROW_INCHES * (len(rows) + len(traces))] + ([_MEMORY_INCHES] if memory else [])
     figure = Figure(figsize=(_INCHES, sum(heights) + 1.1), layout="constrained")
@@ -89,25 +98,22 @@ def timeline(traces: Sequence[RankTrace], title: str) -> Figure:
         _draw_memory(axes[1], memory, seconds, traces[0].rank)
     axes[0].set_xlim(0, seconds)
     axes[-1].set_xlabel("seconds")
-    used = [role for role in COLORS if _is_used(role, traces, memory)]
+    shown = {_whose(span) for row in rows for span in row.spans} | memory.keys()
+    used = [role for role in COLORS if role in shown]
     labels = [*used, "no role's", "waits"]
     handles = [Patch(color=color_of(role)) for role in used] + [Patch(color=GREY), Patch(facecolor="white", edgecolor=DARK, hatch="////")]
     figure.legend(handles, [label.replace("_", " ") for label in labels], loc="outside lower center", ncols=len(labels), handlelength=1)
     return figure
 
 
-def _is_used(role: str, traces: Sequence[RankTrace], memory: Mapping[str, object]) -> bool:
-    return role in memory or any(_whose(event) == role for trace in traces for event in trace.events if event["ph"] == "X")
-
-
-def _draw_rows(axes: Axes, rows: Sequence[tuple[RankTrace, str]], start: int, seconds: float) -> None:
+def _draw_rows(axes: Axes, rows: Sequence[Row], start: int, seconds: float) -> None:
     """One row for each track of each rank, ranks a gap apart. start, seconds: of the picture."""
     places, labels, place, previous = [], [], 0.0, None
-    for trace, track in rows:
+    for trace, track, spans in rows:
         if previous is not None and previous is not trace:
             place += 0.6
         previous = trace
-        bars = _merged([_bar(event, start) for event in _spans_of(trace, track)], seconds * _INVISIBLE)
+        bars = _merged([_bar(event, start) for event in spans], seconds * _INVISIBLE)
         ranges = [(bar.start, bar.end - bar.start) for bar in bars]
         axes.broken_barh(ranges, (place - 0.4, 0.8), facecolors=[bar.color for bar in bars], linewidth=0)
         if track == "main":
@@ -116,7 +122,8 @@ def _draw_rows(axes: Axes, rows: Sequence[tuple[RankTrace, str]], start: int, se
             axes.broken_barh(ranges, (place - 0.4, 0.8), facecolor="none", edgecolor=DARK, hatch="//////", linewidth=0)
             _write_names(axes, bars, place, seconds)
         places.append(place)
-        labels.append(f"rank {trace.rank}: {_ROWS[track]}" if track == "main" else _ROWS[track])
+        title = _TITLES.get(track, track)
+        labels.append(f"rank {trace.rank}: {title}" if track == "main" else title)
         place += 1
     axes.set_yticks(places, labels)
     axes.set_ylim(place - 0.4, -0.6)
@@ -156,14 +163,14 @@ def _memory(trace: RankTrace, start: int) -> dict[str, tuple[list[float], list[f
     """Of each role that ever was on the device in this time: seconds from the start, and bytes from then on."""
     found: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     for event in trace.events:
-        if event["ph"] == "C" and event["name"].startswith(_ON_DEVICE) and event["ts"] <= trace.end:
-            moments, values = found[event["name"].removeprefix(_ON_DEVICE)]
+        if event["ph"] == "C" and event["name"].startswith(ON_DEVICE) and event["ts"] <= trace.end:
+            moments, values = found[event["name"].removeprefix(ON_DEVICE)]
             moments.append(max(event["ts"] - start, 0) * _MICRO)
             values.append(event["args"]["value"])
     return {role: found[role] for role in COLORS if role in found and any(found[role][1])}
 
 
-def _spans_of(trace: RankTrace, track: str) -> list[Mapping[str, Any]]:
+def _spans_of(trace: RankTrace, track: str) -> list[_Event]:
     """What ran on a track in the iteration; of stages within stages the innermost ones."""
     spans = [event for event in _within(trace, track) if not event["name"].startswith(WAIT)]
     if track != "main":
@@ -172,25 +179,25 @@ def _spans_of(trace: RankTrace, track: str) -> list[Mapping[str, Any]]:
     return [span for span, following in zip(spans, followers, strict=True) if following is None or _end(following) > _end(span)]
 
 
-def _waits_of(trace: RankTrace) -> list[Mapping[str, Any]]:
+def _waits_of(trace: RankTrace) -> list[_Event]:
     return [event for event in _within(trace, "main") if event["name"].startswith(WAIT)]
 
 
-def _within(trace: RankTrace, track: str) -> Iterator[Mapping[str, Any]]:
+def _within(trace: RankTrace, track: str) -> Iterator[_Event]:
     return (event for event in trace.events if event["ph"] == "X" and event["cat"] == track and trace.start <= event["ts"] < trace.end)
 
 
-def _end(span: Mapping[str, Any]) -> int:
+def _end(span: _Event) -> int:
     return span["ts"] + span["dur"]
 
 
-def _bar(event: Mapping[str, Any], start: int) -> Bar:
+def _bar(event: _Event, start: int) -> Bar:
     begin = (event["ts"] - start) * _MICRO
     name = event["name"].replace("/", " ").replace("_", " ")
     return Bar(begin, begin + event["dur"] * _MICRO, name, color_of(_whose(event)))
 
 
-def _whose(event: Mapping[str, Any]) -> str:
+def _whose(event: _Event) -> str:
     """The role that a span is about, or the engine; an empty text where it is neither."""
     name, last = event["name"], event["name"].rpartition("/")[2].removeprefix("update_")
     if event["cat"] == "engine":
